@@ -86,7 +86,9 @@ def check(fn, params, *args, mesh, specs=None, **options):
     assert_close(got, want)
     assert_close(grads, want_grads)
     assert_sharded(grads, specs)
-    return zero.gather_report(fn, specs, params, *args, mesh=mesh, **options)
+    report = zero.gather_report(fn, specs, params, *args, mesh=mesh, **options)
+    assert all(event.where for event in (*report.events, *report.wide)), report
+    return report
 
 
 def early(report):

@@ -93,7 +93,8 @@ def test_fields_refuse_what_is_no_number_of_theirs(config_class):
                 assert name in str(error), (name, value, error)
             else:
                 assert is_fine(config_class, name, kind, value), (
-                    f"{config_class.__name__}({name}={value!r}) is accepted"
+                    f"{config_class.__name__}({name}={value!r}) is accepted: give {name} a lowest value in its "
+                    "check_fields, or a place in ZERO_IS_FINE"
                 )
 
 

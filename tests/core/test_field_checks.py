@@ -70,8 +70,8 @@ def test_a_run_is_named_as_one_folder(name, tmp_path):
 def test_ordinary_names_are_taken_and_a_models_name_is_made_one(tmp_path):
     for name in ("run", "läuft 2", "a.b-c_d+e", "x" * 200, ".hidden", "~"):
         assert TrainConfig(name=name).name == name
-    folder = make_folder(tmp_path, None, "../meta/llama-stage3", resume=False)
-    assert folder == tmp_path / "..-meta-llama-stage3" and folder.is_dir()
+    folder, is_new = make_folder(tmp_path, None, "../meta/llama-stage3", resume=False)
+    assert folder == tmp_path / "..-meta-llama-stage3" and folder.is_dir() and is_new
 
 
 def test_numbers_of_numpy_and_paths_are_taken_as_pythons():

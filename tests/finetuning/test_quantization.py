@@ -72,6 +72,14 @@ def test_bits_per_element():
     assert bits == {"int8": 8.5, "nf4": 4.5, "nf4_double": 4 + 8 / 64 + 32 / 64 / 128}
 
 
+def test_outside_jit_a_weight_is_compiled_once(caplog):
+    stored = quantize(weight(128, 8), "nf4_double")
+    dequantize(stored)
+    with jax.log_compiles():
+        dequantize(stored)
+    assert "Compiling" not in caplog.text
+
+
 def test_zeros_and_vmap():
     zeros = jnp.zeros((64, 4))
     stack = weight(3, 64, 4)

@@ -11,7 +11,7 @@ from reference import mesh_of
 from test_jaxprs import TABLE, X, doubled, tripled
 
 from zero_jax.program import jaxprs, subcalls
-from zero_jax.program.passes import Pass
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.subcalls import equations, subcall
 
 
@@ -128,7 +128,7 @@ def test_equations_are_those_of_jaxprs_within_too():
     assert [eqn.primitive.name for eqn in equations(jaxpr, skip=["remat2"])] == ["jit", "add"]
 
 
-class Sources(Pass[frozenset[str]]):
+class Sources(Dataflow[frozenset[str]]):
     """Which inputs a value is made of."""
 
     enters = frozenset({"call", "remat", "scan", "cond"})

@@ -141,6 +141,19 @@ def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_n
     assert cli.main(command) == 0
 
 
+@pytest.mark.slow
+def test_a_config_file_of_the_users_in_the_folder_of_a_run_is_kept(tmp_path, capsys):
+    (folder := tmp_path / "runs/run").mkdir(parents=True)
+    (path := folder / "config.toml").write_text(text := "# my notes\n[run]\nseed = 3\n")
+    for data, status in ("no/such", 2), (None, 0), (None, 0):
+        words = [*train_command(tmp_path), "--config", str(path), "--resume", "auto"]
+        assert cli.main([*words, *(["--data", data] if data else [])]) == status
+        kept = path if status else folder / "config-1.toml"
+        assert kept.read_text() == text and "seed = 3" in path.read_text()
+    assert capsys.readouterr().out.count("it is config-1.toml now") == 1
+    assert [x.name for x in folder.glob("config-*")] == ["config-1.toml"]
+
+
 def train_command(folder):
     """Returns the words of a command that takes a single step."""
     (folder / "text.txt").write_text("the same words again and " * 200)

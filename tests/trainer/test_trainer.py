@@ -315,6 +315,15 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
         training_run.prepare(dataclasses.replace(config, name="mine"), model=MODEL)
 
 
+@pytest.mark.parametrize("text", ['{"model_type": "llama"}', "[]", "no JSON"])
+def test_a_config_that_no_run_wrote_is_not_written_over(config, tmp_path, text):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (path := tmp_path / "runs/mine/config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config.json is not the config of a run.*or move that file"):
+        training_run.prepare(dataclasses.replace(config, name="mine", resume="auto"), model=MODEL)
+    assert path.read_text() == text
+
+
 def test_a_run_in_a_checkpoint_is_refused(config, tmp_path):
     step = tmp_path / "runs/mine/checkpoints/step_00000004"
     (step / "record").mkdir(parents=True)

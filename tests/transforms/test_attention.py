@@ -122,7 +122,7 @@ def test_masks_of_long_sequences_are_not_computed(kind):
         ("tpu", "", {}, "fused by splash: batch 2, 256 x 256, 4 heads, causal"),
         ("cuda", "9.0", {}, "fused by cudnn: batch 2, 256 x 256, 4 heads, causal"),
         ("cuda", "7.5", {}, "XLA computes it: it needs compute capability 8.0, and the devices have 7.5 (batch 2"),
-        ("cuda", "9.0", {"h": 12}, "XLA computes it: heads are 12 and 12 wide: it takes multiples of 8"),
+        ("cuda", "9.0", {"h": 12}, "XLA computes it: heads are 12 and 12 wide: it takes equal multiples of 8"),
         ("cuda", "9.0", {"dtype": jnp.float32}, "XLA computes it: it takes bfloat16 and float16, not float32"),
         ("tpu", "", {"t": 64}, "XLA computes it: sequences of less than 128 places"),
         ("cpu", "", {}, "XLA computes it: there is no kernel for the platform 'cpu'"),

@@ -114,6 +114,7 @@ class StateSummary(Report):
         for leaf in self.leaves:
             *folders, name = leaf.path.split("/")
             same = [a == b for a, b in zip(above, folders, strict=False)]
+            # From the first folder that is not that of the leaf above.
             for depth in range([*same, False].index(False), len(folders)):
                 totals = ("", "") if depth else _sizes(self.groups[folders[0]])
                 rows.append((f"{'  ' * depth}{folders[depth]}", "", "", "", *totals, ""))

@@ -128,7 +128,7 @@ def save_figure(figure: Any, path: pathlib.Path | str) -> None:
     """Writes a figure to a file; the same data give the same bytes."""
     import matplotlib
 
-    # Text stays text in an SVG.
+    # Text stays text in an SVG, and its ids, which are random without a salt, are the same.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
         is_svg = pathlib.Path(path).suffix.lower() == ".svg"
         figure.savefig(path, metadata={"Date": None} if is_svg else None)

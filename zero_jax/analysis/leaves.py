@@ -14,6 +14,7 @@ from zero_jax.hlo import HOST_SPACE, Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
 STATE_GROUPS = GROUPS[:5]
+# As JAX names arguments: keys of dicts in quotes, attributes behind dots, numbers in brackets.
 _KEY = re.compile(r"\['([^']*)'\]|([^.\[\]'\"\\]+)")
 
 
@@ -149,6 +150,7 @@ def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Seque
     """Returns the leaves of the state that are not `donated`, and that the program returns anew, largest first."""
     root = program.root(program.entry)
     assert root is not None
+    # By dtype and dims, as results have no names in the text.
     returned = collections.Counter((array.dtype, array.dims) for array in root.arrays)
     leaves_and_donated = list(zip(leaves, donated, strict=True))
     returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)
@@ -165,6 +167,7 @@ def _shards(line: str, rank: int) -> tuple[int, ...] | None:
     if re.search(r"sharding=\{(replicated|maximal)", line):
         return (1,) * rank
     match = re.search(r"sharding=\{devices=\[([\d,]+)\]", line)
+    # Behind the leaf's own dims the text has those of devices that hold the same shard.
     return tuple(map(int, match[1].split(",")))[:rank] if match else None
 
 
@@ -173,6 +176,7 @@ def _global_dims(compiled: Any, parameters: list[Instruction]) -> Mapping[str, t
     if not hasattr(compiled, "args_info"):
         return {}
     with_paths = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    # A path begins with args or kwargs, and the argument's number or name there, for which the program has a name.
     infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in with_paths]
     dims, index = {}, 0
     for parameter in parameters:  # some of the arguments, in order, each with the name of the function's argument
@@ -181,6 +185,7 @@ def _global_dims(compiled: Any, parameters: list[Instruction]) -> Mapping[str, t
             index += 1
         if index == len(infos):
             break
+        # A key is an argument of its words, whose dims are not those of `args_info`.
         if not is_key(infos[index][1]):
             dims[name] = tuple(infos[index][1].shape)
         index += 1

@@ -91,6 +91,7 @@ def export(
             for leaf, tensor in tensors.items():
                 for index, part in read_slices(record, leaf):
                     values = cast_values(part, tensor.dtype, leaf=leaf, remedy="export as bfloat16")
+                    # A map for each slice: written pages are memory of this process as long as their map is open.
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
         _publish(partial, folder, written, old)
@@ -213,8 +214,10 @@ def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old:
     if not folder.exists():
         partial.rename(folder)
         return
+    # Files of the older export that the newer one does not replace would be read beside it.
     for path in old:
         if path.name not in names:
             path.unlink()
+    # The index is the last one, by its name: a new one lists no file that is not there yet.
     for name in names:
         (partial / name).replace(folder / name)

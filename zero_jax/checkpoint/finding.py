@@ -124,6 +124,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     folder = resolve_folder(path)
     if step is None and (folder / RECORD_FILE).exists():
         return read_record(folder), []
+    # A run may have the name of a step: its folder has steps in it.
     if (name := STEP.fullmatch(folder.name)) and folder.is_dir() and not list_step_folders(folder):
         if step not in (None, int(name[1])):
             raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")

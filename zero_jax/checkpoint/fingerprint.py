@@ -28,6 +28,7 @@ def fingerprint(x: Array, *, on_cpu: bool = False) -> Array:
     words = _device_words(x)
     index, stride = jnp.uint32(0), 1
     for dim in reversed(range(words.ndim)):
+        # Modulo 2^32, in which uint32 counts: arrays may have more words than that.
         index = index + lax.broadcasted_iota(np.uint32, words.shape, dim) * np.uint32(stride % 2**32)
         stride *= words.shape[dim]
     hashes = _hash(words + index * np.uint32(_INDEX_FACTOR))
@@ -49,9 +50,11 @@ def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape:
         x = x.astype(np.uint8)
     word_bytes = min(x.dtype.itemsize, 4)
     num_words = x.dtype.itemsize // word_bytes
+    # A narrow element is a word of its own, as on the devices: two in one word would depend on how dims are sharded.
     words = np.ascontiguousarray(x).reshape(-1).view(f"<u{word_bytes}").astype(np.uint32).reshape(*x.shape, num_words)
     positions, stride = np.arange(num_words, dtype=np.uint32), num_words
     for dim in reversed(range(x.ndim)):
+        # In 64 bits, then modulo 2^32: it is the index that devices count in uint32.
         offsets = (np.arange(x.shape[dim], dtype=np.uint64) + np.uint64(starts[dim])) * np.uint64(stride % 2**32)
         positions = positions + offsets.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
         stride *= shape[dim]
@@ -69,6 +72,7 @@ def _hash(x: Any) -> Any:
 def _device_words(x: Array) -> Array:
     """Returns the bits of an array as `uint32`, with a last dim for the words of an element."""
     if jnp.issubdtype(x.dtype, np.complexfloating):
+        # In the order of the host's memory, where an element is its real part and then its imaginary one.
         parts = [_device_words(part) for part in (x.real, x.imag)]
         return jnp.concatenate(parts, axis=-1)
     if x.dtype == np.bool_:

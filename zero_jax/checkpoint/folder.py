@@ -29,6 +29,7 @@ _ANY_NAME = re.compile(r"step_(\d+)(.*)")
 _MAX_MARK_BYTES = 1 << 12
 # All files that a save writes into a checkpoint: ours, and those of orbax and tensorstore.
 _WRITTEN = re.compile(
+    # `.__lock` ends the name under which tensorstore writes a file before it renames it.
     rf"({re.escape(MARK)}|{re.escape(COMMITTED)}|record(/metadata)?"
     r"|state(/(_METADATA|_sharding|manifest\.ocdbt|array_metadatas(/\w+)?|d(/[0-9a-f]+)?"
     r"|ocdbt\.process_\w+(/(manifest\.ocdbt|d(/[0-9a-f]+)?))?))?)(\.__lock)?"
@@ -80,6 +81,7 @@ class CheckpointFolder:
             os.rename(final, old)
         # A crash here leaves `old` alone, which readers take, and which the next save renames back.
         os.rename(partial, final)
+        # The rename has to be on the disk before the older checkpoint is deleted.
         _sync(self.directory)
         if _exists(old):
             try:
@@ -189,6 +191,7 @@ def _remove(path: epath.Path) -> None:
 
 
 def _exists(path: epath.Path) -> bool:
+    # The first for a link that leads nowhere, the second for buckets.
     return os.path.lexists(path) or path.exists()
 
 

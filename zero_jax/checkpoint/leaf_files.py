@@ -57,6 +57,7 @@ def check_index(record: Record) -> None:
             f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
             "there are values or a record, not both"
         )
+    # Without a cache: no values are read.
     context = make_context(0)
     for name in stored.values():
         open_leaf(record, name, context)
@@ -96,6 +97,7 @@ def cut_slices(
 ) -> Iterator[tuple[slice, ...]]:
     """Cuts an array into slices of complete chunks, in order, of at most `limit_bytes` unless one chunk has more."""
     sizes = list(chunk or (1,) * len(shape))
+    # From the minor dim on, so that a slice is contiguous: a dim grows only where those after it are complete.
     for dim in reversed(range(len(shape))):
         part_bytes = itemsize * int(np.prod(sizes, dtype=np.int64))
         sizes[dim] = max(1, min(shape[dim], sizes[dim] * max(1, limit_bytes // part_bytes)))
@@ -111,6 +113,7 @@ def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], 
     """Reads a leaf on the host, slice by slice in any order, and compares its fingerprint after the last."""
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
+        # Without a cache: slices are of complete chunks, so that each is read once.
         store = open_leaf(record, name, make_context(0))
         chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
         for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, _SLICE_BYTES, chunk):
@@ -139,7 +142,7 @@ def verify(record: Record) -> list[str]:
     def check(read: Callable[[], object]) -> None:
         try:
             read()
-        except CheckpointRemoved:
+        except CheckpointRemoved:  # deleted meanwhile, not damaged
             raise
         except CheckpointError as error:
             problems.append(str(error))
@@ -149,6 +152,7 @@ def verify(record: Record) -> list[str]:
         return problems
     check(lambda: check_index(record))
     for name in record.leaves:
+        # Read to the end, where the fingerprint is compared.
         check(lambda name=name: collections.deque(read_slices(record, name), maxlen=0))
     return list(dict.fromkeys(problems))
 
@@ -161,11 +165,14 @@ def failed_elsewhere(processes: str) -> CheckpointError:
 def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
     """Reads leaves onto devices, each with the sharding of its name, and verifies their fingerprints."""
     stored: dict[str, Array] = {}
+    # Fingerprints are computed by all processes together: none may be left waiting for one that cannot read.
     with Agreement(failed_elsewhere):
         for name, x in _read_ahead(record, shardings):
             stored[name] = x
+    # Before `decode`: fingerprints are of the stored form.
     for name, number in zip(stored, fingerprints(list(stored.values()), mesh=mesh), strict=True):
         check_fingerprint(record, name, number)
+    # Popped, so that the stored form of a leaf is freed before the next one is decoded.
     return {name: _decode(stored.pop(name), record.leaves[name], shardings[name]) for name in shardings}
 
 
@@ -178,6 +185,7 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
         num_bytes, finish = _start_reads(record, name, NamedSharding(sharding.mesh, spec), context)
         pending.append((name, num_bytes, finish))
         pending_bytes += num_bytes
+        # The newest read stays under way, however large it is, while the one before is moved to the devices.
         while pending_bytes > _PENDING_BYTES and len(pending) > 1:
             done, num_bytes, finish = pending.popleft()
             pending_bytes -= num_bytes
@@ -194,6 +202,7 @@ def _start_reads(
     shard_shape, indices = sharding.shard_shape(shape), sharding.addressable_devices_indices_map(shape)
     store = None if 0 in shape else open_leaf(record, name, context)
     # By index: devices that have the same shard share a read of it.
+    # `str`, because slices have no hash before Python 3.12.
     reads = {str(index): store[index].read() for index in indices.values()} if store else {}
 
     def finish() -> Array:

@@ -128,6 +128,7 @@ def folder_id(path: epath.Path) -> str:
         if untrusted.is_bucket(path):
             return str((path / COMMITTED).stat().mtime) if (path / COMMITTED).exists() else ""
         status = os.stat(path)
+        # A rename keeps the inode; a folder that is made anew under the name has another.
         return f"{status.st_dev}:{status.st_ino}"
     except OSError:
         return ""
@@ -205,7 +206,7 @@ def read_record(path: epath.Path) -> Record:
 
 
 def file_key(name: str) -> str:
-    """Returns the key of a leaf in the files: its name, or one that a slash does not end, which tensorstore drops."""
+    """Returns the key of a leaf in the files: its name, with `%` behind a slash at its end, which tensorstore drops."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -251,6 +252,7 @@ def _is_number(name: str) -> bool:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         return False
+    # `jnp.dtype` also takes other names, such as `f4` and `>i2`, which no save writes.
     return dtype.name == name and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
 
 

@@ -45,6 +45,8 @@ from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
 _GRAD_ERRORS = "grad_errors"
+# Once for all leaves: a function that is made for each would be compiled for each.
+_is_too_large = jax.jit(lambda x, cast: (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any())
 _OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack, as it may leaves without elements
 
 
@@ -187,6 +189,7 @@ class _Restore:
         target = saved_leaves(sharded)
         if self.params_only:
             target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
+        # A leaf without elements says what it says by its name, such as the alpha of adapters.
         optional = [name for name, x in target.items() if _group(name) in _OPTIONAL or not x.size]
         missing = {name: target[name] for name in optional if name not in record.leaves}
         present = {name: x for name, x in target.items() if name not in missing}
@@ -209,6 +212,7 @@ class _Restore:
             )
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
+            # `target` is in the order of this tree: JAX sorts dicts by key, here as in `saved_leaves`.
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
@@ -241,6 +245,7 @@ class _Restore:
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
                 spec = params[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
+                # The dim of devices is not sharded: the mesh need not divide the number of those that saved.
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
                 saved_shapes[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
                 changes.append((shape[0], x.shape[0]))
@@ -260,6 +265,7 @@ class _Restore:
 
         def param(master: Array, like: Any) -> Array:
             moved = _move(master, like)  # the master param itself where it is unsharded and keeps its dtype: an integer
+            # A copy: two leaves of one array cannot both be donated to a step.
             return jnp.copy(moved) if moved is master and target.master is not None else moved
 
         state = dataclasses.replace(placed, params=jax.tree.map(param, masters, target.params))
@@ -324,6 +330,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
         lines.append(f"{printable(name)}: saved of the class {saved}, the state has the class {classes[name]}")
     if not lines:
         return
+    # What differs in the model first: the optimizer's leaves differ because of that.
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     remedies = {
@@ -353,6 +360,7 @@ def _is_cut(dtype: str) -> bool:
 
 
 def _group(name: str) -> str:
+    # Of a path, or of a line of an error, which begins with one.
     return name.split("/", 1)[0].split(":", 1)[0]
 
 
@@ -372,20 +380,14 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     """Casts a leaf; errors of gradients of another number of devices have equal shares of their sum.
 
     Raises:
-      ValueError: finite values are none in the dtype that the state has.
+      ValueError: finite values become infinite in the dtype that the state has.
     """
-
-    def share(x: Array) -> Array:
-        return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
-
-    def is_too_large(x: Array, cast: Array) -> Array:
-        return (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any()
-
+    share = lambda x: jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)  # noqa: E731
     if x.shape != like.shape:
         return jax.jit(share, out_shardings=like.sharding)(x)
     cast = _cast(x, like)
     # `_check_leaves` lets other dtypes pass among floats alone.
-    if cast is not x and jax.jit(is_too_large)(x, cast):
+    if cast is not x and _is_too_large(x, cast):
         raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
     return cast
 

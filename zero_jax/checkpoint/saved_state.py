@@ -47,7 +47,7 @@ def opt_state_classes(state: TrainState) -> dict[str, str]:
     params, nothing is said; nor of modules, between which releases move classes.
     """
     skipped, nodes = {tuple, list, dict, collections.OrderedDict, collections.defaultdict}, dict[Any, type]()
-    # `is_leaf` is asked of every node.
+    # `is_leaf` is asked of every node, and its answer here is False.
     jax.tree.leaves(state.masters, is_leaf=lambda node: skipped.add(type(node)) is not None)
     see = lambda path, node: nodes.update({path: type(node)}) is not None  # noqa: E731
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state, is_leaf=see, is_leaf_takes_path=True)

@@ -159,6 +159,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
                     self._lock.take()
         self._is_taken = self._check_shared()
         # Not the turns of all: the main thread takes those meanwhile, at another moment in each process.
+        # With a name of their own, as another `Checkpointer` of this process may save at the same time.
         self._turns = self._turns or Turns(f"save {from_first_process(secrets.token_hex(8))}")
 
     def _check_shared(self) -> bool:
@@ -246,6 +247,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
         else:
             writes = ArrayWrites(arrays, folder)
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {step}")
+            # `writes` has copied the shards to the host by now: the caller may donate the state.
             self._under_way = step, thread.submit(self._finish, step, record, writes)
             thread.shutdown(wait=False)  # the thread ends with the save
             _CHECKPOINTERS.add(self)
@@ -282,6 +284,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
         try:
             with Agreement(turns=self._turns):  # after it no process writes any more, whether one failed or none
                 writes.wait()
+            # After the turn above: an index that is merged while a process writes would lack what that one adds.
             with Agreement(turns=self._turns):
                 if _is_primary():
                     writes.finalize()
@@ -297,8 +300,10 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             return
         try:
             self._lock.take()
+            # A link to a checkpoint elsewhere is the user's: it is neither deleted nor counted.
             records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
             finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
+            # Of equal losses the newer.
             best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
             # The step itself is not among the last where a run went back and others of later steps are there.
             kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}
@@ -405,6 +410,7 @@ def _chunk_bytes(x: Array) -> int:
 
 
 def _wait_for_all() -> None:
+    # A list, because a weak set may shrink while it is iterated.
     for checkpointer in list(_CHECKPOINTERS):
         with contextlib.suppress(RuntimeError):  # of one save, which must not cut off those of other checkpointers
             checkpointer.wait()

@@ -55,6 +55,7 @@ def _add_config(group: Any, row: dict[str, Any]) -> None:
         option_fields(row.pop("not_of")).keys() if "not_of" in row else set()
     )
     left_out |= option_fields(config).keys() - option_fields(row.pop("of_both", config)).keys()
+    # A column of `commands.toml` that nothing reads is a typo.
     assert not row, row
     defaults, all_fields = defaults_of(config), frozenset(name for x in CONFIG_MODULES for name in option_fields(x))
     for name, field in option_fields(config).items():
@@ -64,12 +65,15 @@ def _add_config(group: Any, row: dict[str, Any]) -> None:
         shown = unset or shown_value(defaults[name])
         settings: dict[str, Any] = {
             "dest": destination,
+            # Without a default the options have no such value unless it is given: that of the preset or the run stays.
             "default": argparse.SUPPRESS if unset else defaults[name],
+            # argparse formats a help by `%`.
             "help": f"{without_python(field.help, all_fields)} (default: {shown})".replace("%", "%%"),
         }
         if kind.base is bool:
             settings["action"] = argparse.BooleanOptionalAction
         elif kind.base is dict:
+            # Each use of the option adds one entry.
             names[-1] = option_of(name).removesuffix("s")
             settings |= {"action": _AddEntry, "metavar": "NAME=VALUE", "type": reader(FieldKind(types=(str,)))}
         else:

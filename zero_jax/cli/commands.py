@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, ended
         _silence()
+        # 128 + SIGPIPE, as shells report it.
         return status or 141
     except OSError as error:
         _silence()
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @functools.cache
 def _prepare_interrupts() -> None:
     """Shows a Ctrl-C as one line, and repeats one that Python swallowed in a callback, as of JAX's at collections."""
+    # `cache` makes this run once: hooks of hooks would repeat a Ctrl-C several times.
     uncaught, ignored = sys.excepthook, sys.unraisablehook
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -104,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, table in COMMANDS.items():
         options, usage = functools.partial(add_options, command=name), f"zero-jax {name} {table['usage']}"
         command = commands.add_parser(name, usage=usage, help=table["help"], options=options)
+        # A command has its own parser for its errors, and those of the others to read the options of a run.
         command.set_defaults(parser=command, known=commands.choices)
     return parser
 

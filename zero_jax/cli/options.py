@@ -107,6 +107,7 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
             options.parser.error(str(error))
         planned = {name: f"TrainConfig.{name}" for name in option_fields("PlanConfig")}
         values |= {f"PlanConfig.{name}": values[run] for name, run in planned.items() if run in values}
+        # As defaults, so that the command line has the last word when it is parsed again.
         options.parser.set_defaults(**values, **{_FROM_FILE: frozenset(values)})
         options = parse()
     return options
@@ -159,6 +160,7 @@ def reader(kind: FieldKind, **limits: Any) -> Callable[[str], Any]:
         except ValueError as error:  # whose message argparse shows
             raise argparse.ArgumentTypeError(str(error)) from error
 
+    # argparse names a type by it in its errors.
     parse.__name__ = getattr(kind.base, "__name__", "")
     parse.__dict__["place"] = limits.get("place")
     return parse

@@ -161,6 +161,7 @@ def read_request(options: argparse.Namespace) -> Request:
     config = read_config(options)
     return Request(
         model=planned_model(options),
+        # A config file's warm-up may be longer than `_STEPS`, and is no part of the program.
         tx=make_optimizer(dataclasses.replace(config.optimizer, warmup_steps=None), num_steps=_STEPS),
         zero=config.zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
@@ -201,7 +202,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
         except KeyboardInterrupt:
             log_line("stopped; compiled programs are cached, and the same command continues from there")
             return 130
-        except OSError:
+        except OSError:  # which `main` shows, with a remedy
             raise
         except MemoryError as error:
             raise ValueError(
@@ -220,6 +221,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 def run_plan(options: argparse.Namespace) -> int:
     """Runs `zero-jax plan`."""
     if options.write_config:
+        # Before the minutes that compiling takes.
         _check_write_config(pathlib.Path(options.write_config))
     request = read_request(options)
     if options.verify and (options.auto or options.layouts):
@@ -254,11 +256,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
+    # The search tries stages itself, from a setting without.
     pipe, config = request.config.pipe, dataclasses.replace(request.config, pipe=1)
     request = dataclasses.replace(request, config=config)
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     experts = zero.experts or getattr(model.config, "expert_params", None)
     sizes, specs = _model_sizes(request)
+    # What the command line or the file sets is not searched over.
     fixed = explicit(options) | from_file(options)
     batch, sizes_to_try = request.job(zero).batch, None
     if request.config.batch_size is None:
@@ -366,6 +370,7 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
+    # Quick: memory is laid out before code is generated.
     report = None if options.estimate else request.compile(request.zero, quick=True)
     compare = lambda estimated, measured: memory.compare(estimated.by_group, measured)  # noqa: E731
     return _show_both(options, report, estimated, report and report.memory, compare)

@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 import glob
 import importlib.metadata
+import itertools
 import os
 import pathlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
 from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
-from zero_jax.trainer import Model, Run, TrainConfig
+from zero_jax.trainer import TITLE, Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
 
 # The fields that the rows of the paper's Table 3 set; precision keeps its own option.
@@ -78,14 +79,20 @@ def set_sections(options: argparse.Namespace, *, keep: Collection[str]) -> dict[
     return sections
 
 
-def save_options(run: Run, options: argparse.Namespace) -> None:
+def save_options(run: Run, options: argparse.Namespace, *, log: Callable[[str], None]) -> None:
     """Writes the options that are set as a config file for the same run."""
     model = {"model": model_section(options)} if isinstance(run.model, Model) else {}
     sections = {**model, **set_sections(options, keep=explicit(options) | from_file(options))}
     if "lora" in sections:  # whose weights mean nothing without them
         sections["lora"] = field_values(SECTIONS["lora"], options)
-    title = f"the options of this run that are set, for `zero-jax train --config` (zero_jax {zero_jax.__version__})"
-    write_file(run.folder / "config.toml", sections, title=title)
+    title = f"{TITLE}, for `zero-jax train --config` (zero_jax {zero_jax.__version__})"
+    path = run.folder / "config.toml"
+    if path.exists() and not path.read_bytes().startswith(f"# {TITLE}".encode()):  # a file of the user's
+        names = (path.with_name(f"config-{i}.toml") for i in itertools.count(1))
+        kept = next(name for name in names if not name.exists())
+        log(f"{path} was not written by a run: it is {kept.name} now, and config.toml has the options of this run")
+        path.rename(kept)
+    write_file(path, sections, title=title)
     if options.from_hf is not None:
         _keep_companions(options.from_hf, run.folder)
 
@@ -107,6 +114,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     zero = dataclasses.replace(config.zero, skip_nonfinite=config.zero.skip_nonfinite is not False)
     optimizer = config.optimizer.resolved(config.steps) if config.epochs is None else config.optimizer
     devices = config.devices
+    # Of several processes none may ask JAX for devices before it has joined the others.
     if devices is None and NUM_PROCESSES not in os.environ:
         devices = len(jax.devices())
     used = {**vars(config), "zero": zero, "optimizer": optimizer, "run": {**vars(config), "devices": devices}}
@@ -131,6 +139,7 @@ def choose_platform(num_devices: int | None) -> None:
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    # The plugin of CUDA may be installed where there is no GPU, and JAX would try it.
     other_plugins = [name for name in plugins if "cuda" not in name]
     if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
@@ -145,4 +154,5 @@ def choose_platform(num_devices: int | None) -> None:
     if jax.config.values["jax_platforms"] == "cpu":
         os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
         num_simulated = max(_NUM_SIMULATED_DEVICES, jax.config.values["jax_num_cpu_devices"])
+        # Before the devices are made, when XLA:CPU reads it.
         os.environ.setdefault("NPROC", simulated_threads(num_simulated))

@@ -138,6 +138,7 @@ def _run_options(options: argparse.Namespace) -> argparse.Namespace:
     if file is None:
         raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
     run = read_run_options(file, options.known["train"])
+    # Adapters are merged and written on the host: no accelerator is taken from a run.
     jax.config.update("jax_platforms", "cpu")
     return run
 
@@ -265,6 +266,7 @@ def evaluate(options: argparse.Namespace) -> int:
     else:
         model = preset_model(source.run, has_checkpoint=source.is_run)
         data = dataclasses.replace(source.data(model.vocab_size, changed.get("tokenizer")), **changed)
+        # Rounded up: this machine may have a number of devices that does not divide the run's batch.
         size = options.batch_size or -(-config.batch_size // mesh.size) * mesh.size
         config = dataclasses.replace(config, data=data, batch_size=size)
     if not source.is_run and "data" not in changed:

@@ -64,9 +64,12 @@ def train(options: argparse.Namespace) -> int:
                 model = import_own_model(own)
             assert model is not None
             run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-            with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
+            with (
+                hold(run.folder),
+                discarding(run.folder, is_new=run.has_new_folder),
+            ):  # in all processes, which agree on it
                 if place.is_first:
-                    save_options(run, options)
+                    save_options(run, options, log=log)
         is_begun = True
         with _failed_saves_in_a_line():
             result = execute(run, log=log, terminal=stream)
@@ -92,6 +95,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
     """Filters out orbax's traceback of a failed save, for which the `Checkpointer` logs a line."""
 
     def is_shown(record: logging.LogRecord) -> bool:
+        # By the module that logs: others log to `absl`, too.
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
     logger = logging.getLogger("absl")

@@ -70,6 +70,8 @@ class Turns:
         client = distributed.global_state.client
         assert client is not None
         self._count, self.errors = self._count + 1, {}
+        # A folder for each turn: a fast process may give its text of the next turn while a slow one still reads this
+        # one's.
         folder, process = f"{self._name}/{self._count}/", jax.process_index()
         key = None
         if error or text is not None:
@@ -78,8 +80,10 @@ class Turns:
             # Names of files, which texts and errors have, may be no Unicode.
             client.key_value_set_bytes(key, kind + (error or text or "").encode(errors="surrogateescape"))
         try:
+            # The barrier is after the text: who passes it finds the texts of all.
             client.wait_at_barrier(self._name, int(seconds * 1000), self._processes)
         except jax.errors.JaxRuntimeError as caught:
+            # A barrier that times out fails in all processes, so that none has to report it to the others.
             raise known_to_all(OtherProcessFailed(f"not all processes go on: {str(caught).splitlines()[0]}")) from None
         given = {int(name.rpartition("/")[2]): value for name, value in client.key_value_dir_get_bytes(folder)}
         # All have taken this turn, so that all have read what was given at the one before.
@@ -88,6 +92,7 @@ class Turns:
         self._given = key
         texts = {p: value[1:].decode(errors="surrogateescape") for p, value in sorted(given.items())}
         errors = self.errors = {p: texts.pop(p) for p, value in sorted(given.items()) if value[:1] != _TEXT}
+        # A process that fails raises its own error, not those of the others.
         if errors and not error:
             message = "; ".join(f"process {p} failed: {why}" for p, why in errors.items())
             refusal = all(given[p][:1] == _REFUSAL for p in errors)
@@ -101,6 +106,8 @@ class Turns:
 
     def fail(self, error: Exception, seconds: float = _TIMEOUT_SECONDS) -> None:
         """Takes the next turn with an error, unless all processes know of it; the others may not come."""
+        # An error that all raise was already agreed on: the others are past that turn, and would take this one for
+        # another.
         if _is_known_to_all(error):
             return
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -144,6 +151,8 @@ class Agreement(contextlib.AbstractContextManager):
         self._failure, self._turns = failure, turns
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # KeyboardInterrupt and SystemExit end this process at once: a turn would wait for the others, for up to an
+        # hour.
         if jax.process_count() == 1 or (error is not None and not isinstance(error, Exception)):
             return
         turns = self._turns or turns_of()
@@ -177,6 +186,7 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     try:
         return _all_of(turns.take(own_text), [0])[0]
     except OtherProcessFailed as failed:
+        # Another process failed before it came here: that is not an error of the function.
         if failed.errors.keys() != {0}:
             raise
         raise known_to_all(ValueError(str(failed))) from None
@@ -232,6 +242,7 @@ def values_elsewhere(what: str, value: str) -> dict[int, str]:
     client = distributed.global_state.client
     assert client is not None
     folder = f"zero_jax/values/{hashlib.sha256(what.encode()).hexdigest()}/"
+    # Without `allow_overwrite` the service refuses a key that this process has set before.
     client.key_value_set(f"{folder}{jax.process_index()}", value, allow_overwrite=True)
     given = {int(name.rpartition("/")[2]): other for name, other in client.key_value_dir_get(folder)}
     return {process: other for process, other in given.items() if process != jax.process_index()}
@@ -283,7 +294,9 @@ def _first_line(name: str, text: str, records: Mapping[int, Mapping[str, str]], 
     gives, lines = jax.process_index() in (first, other), text.splitlines()
 
     def first_other(pieces: Sequence[str]) -> int:
+        # Hashes of 8 characters bound the text that is sent to 1 MiB.
         hashes = [f"{zlib.crc32(piece.encode()):08x}" for piece in pieces[:_MAX_LINES]]
+        # All processes take this turn, also those that give nothing: it counts for all of `turns`.
         given = turns.take("".join(hashes) if gives else None)
         a, b = ([given[process][i : i + 8] for i in range(0, len(given[process]), 8)] for process in (first, other))
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

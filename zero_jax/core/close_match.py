@@ -28,6 +28,7 @@ def did_you_mean(
     A known name that other systems call so comes first. Upper and lower case are the same, unless names differ in
     nothing else.
     """
+    # difflib takes quadratic time.
     name, known = str(name)[:_MAX_CHARACTERS], [str(other) for other in known]
     ours = names_elsewhere().get(_plain(name))
     for other in known:
@@ -37,6 +38,7 @@ def did_you_mean(
     for other in known:
         by_lower.setdefault(other.lower(), []).append(other)
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    # Names that differ in case alone: the nearest in the case that was written. A cutoff of 0 always finds one.
     return text.format(printable(*difflib.get_close_matches(name, by_lower[near[0]], n=1, cutoff=0.0))) if near else ""
 
 

@@ -35,12 +35,14 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
             return reshard_array(x, sharding)
         if is_key(x):
             return put_keys(x, sharding, put_global)
+    # `jax.device_put` would compare the values of all processes by a collective first.
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def put_keys(keys: jax.Array, sharding: NamedSharding, put: Callable[[jax.Array, Any], jax.Array]) -> jax.Array:
     """Places random keys on devices of several processes by `put`, which places an array of numbers."""
+    # Shards are made from NumPy arrays, which have no dtype of keys.
     wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
     return jax.jit(wrap, out_shardings=sharding)(put(jax.random.key_data(keys), sharding))
 
@@ -62,6 +64,7 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # private: a process that is forked has its own
+    # mmap refuses a length of 0.
     pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
     return np.frombuffer(pages, np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
@@ -83,6 +86,8 @@ def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array, or a traced value, to another sharding of the same mesh; without a copy where it has that."""
     if not isinstance(x, jax.core.Tracer) and is_sharded_as(x, sharding):
         return x
+    # A program, which also moves shards between processes. `_identity` is a function of the module: JAX would compile a
+    # new lambda at each call.
     return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
 
 
@@ -98,7 +103,7 @@ def wait_on_cpu(results: Any, mesh: Any) -> Any:
 
 
 def simulated_threads(num_devices: int) -> str:
-    """Returns the environment variable `NPROC` by which XLA:CPU makes enough threads for simulated devices.
+    """Returns a value of the environment variable `NPROC`, for XLA:CPU to have threads for all simulated devices.
 
     A collective holds a thread until all devices are there, and a device may wait in several at once. On few cores XLA
     makes a thread for each device, and all of them may wait for a device that has none (docs/xla_faults.md).
@@ -125,6 +130,7 @@ def to_device(x: Any, *, after: Any = None) -> Any:
     if not is_on_host(jax.typeof(x)):
         return x
     if after is not None:
+        # Without the barrier XLA may start all transfers at once, and so have all arrays in device memory.
         x, _ = lax.optimization_barrier((x, after))
     return jax.device_put(x, jax.memory.Space.Device)
 
@@ -133,16 +139,18 @@ def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list
     """Returns a traced function of each array; those in host memory are fetched one after another."""
     results: list[Any] = []
     for x in arrays:
+        # Once the result before is there, the array that it was made of can be freed.
         results.append(function(to_device(x, after=results[-1] if results else None)))
     return results
 
 
 def default_layout(device: Any, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Returns the dims in a device's order of memory, minor last: XLA:TPU pads least; the shape's where unknown."""
+    """Returns the dims of a shape as XLA orders them in a device's memory, minor last; in order where unknown."""
     try:
         layout = str(device.client.get_default_layout(np.dtype(dtype), tuple(shape), device))
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
         layout = ""
+    # A layout's text begins with the dims from minor to major.
     order = re.match(r"\{([\d,]+)", layout)
     minor_to_major = [int(i) for i in order[1].split(",")] if order else range(len(shape))[::-1]
     return tuple(minor_to_major)[::-1]

@@ -27,6 +27,7 @@ def pip_install(requirement: str) -> str:
         name = os.path.relpath(python) if python.is_relative_to(pathlib.Path.cwd()) else str(python)
         has_pip = importlib.util.find_spec("pip") is not None
         command = f"{name} -m pip install" if has_pip else f"uv pip install --python {name}"
+    # Unquoted, zsh takes brackets and stars for a pattern of file names, and refuses the line.
     return f'{command} "{requirement}"' if set("[*") & set(requirement) else f"{command} {requirement}"
 
 

@@ -104,15 +104,17 @@ def field_kinds(config_class: type) -> dict[str, FieldKind]:
 
 
 def brief(config_class: type[Config]) -> type[Config]:
-    """Makes a dataclass show those of its fields that are not as where nothing but what is needed was given."""
+    """Makes the `repr` of a dataclass show only the fields that differ from their defaults."""
 
     def shown(self: Any) -> str:
         fields = [field for field in dataclasses.fields(config_class) if field.repr]  # type: ignore[arg-type]
         needs = any(x.default is x.default_factory is dataclasses.MISSING for x in fields)
+        # Of an instance where one can be made without arguments: `__post_init__` may convert defaults.
         usual = {x.name: x.default for x in fields} if needs else vars(config_class())
         texts = []
         for field in fields:
             value, default = getattr(self, field.name), usual[field.name]
+            # Types first: 1 == True, and `==` of arrays is an array.
             if value is not default and not (type(value) is type(default) and value == default):
                 texts.append(f"{field.name}={repr(value) if dataclasses.is_dataclass(value) else _shown(value)}")
         return f"{config_class.__name__}({', '.join(texts)})"
@@ -122,9 +124,9 @@ def brief(config_class: type[Config]) -> type[Config]:
 
 
 def hinted(config_class: type[Config]) -> type[Config]:
-    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`; see `brief`.
+    """Makes the error for an unknown field name the one that is meant, such as `learning_rate` for `lr`; and `brief`.
 
-    Fields of its parts, the dataclasses among its defaults, are named with the part.
+    A field of one of its parts, the dataclasses among its defaults, is named with the part.
     """
     make = brief(config_class).__init__
 
@@ -221,6 +223,7 @@ def _as_bool(value: Any) -> bool | None:
 
 
 def _as_int(value: Any) -> int | None:
+    # A bool of Python is an `Integral`.
     if _as_bool(value) is not None or not isinstance(value, numbers.Integral):
         return None
     number = operator.index(value)

@@ -29,6 +29,7 @@ def check_takes(
     except (TypeError, ValueError):  # some built-in functions have none
         return function
     try:
+        # Binds, without a call: the names of the arguments stand for their values.
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
@@ -97,6 +98,7 @@ def _is_seconds(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
+    # `jnp.dtype` of an array is the array's dtype.
     if (isinstance(value, type) and value in (dict, list, tuple, object)) or isinstance(value, jax.Array):
         return False
     try:
@@ -121,6 +123,7 @@ def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _AXES = "give names of the mesh's axes, such as ('model',)"
+# Classes of the packages above are told by their attributes: `core` imports none of them.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "attentions": (_optional(_some(lambda name: name in ("own", "fused"))), "give some of 'own' and 'fused'"),
     "axes": (

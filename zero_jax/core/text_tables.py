@@ -23,7 +23,7 @@ class Report:
         return str(self)
 
     def to_json(self) -> Any:
-        """Returns plain data, as of `plain`: the fields, and the figures that are worked out of them."""
+        """Returns the fields and the properties as plain data."""
         return plain(self, own=False)
 
     def _repr_html_(self) -> str:
@@ -31,7 +31,7 @@ class Report:
 
 
 def plain(value: Any, *, own: bool = True) -> Any:
-    """Returns a value as JSON has it, of a dataclass fields and properties; `own` asks its `to_json` first."""
+    """Returns a value as plain data: of a dataclass fields and properties, of a `Report` its `to_json` where `own`."""
     if own and isinstance(value, Report):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -43,6 +43,7 @@ def plain(value: Any, *, own: bool = True) -> Any:
         return {key if isinstance(key, str | int) else str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
+    # Before the integers: a bool is one.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -97,6 +98,7 @@ def quoted(value: Any, *, limit: int = 400) -> str:
     if isinstance(value, list | tuple | dict | set) and len(value) > _LARGEST:
         return f"a {type(value).__name__} of {len(value):,}"
     try:
+        # Cut first: a text from outside may have gigabytes.
         text = repr(value[: limit + 1]) if isinstance(value, str | bytes) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits
         return f"a {type(value).__name__}"
@@ -116,6 +118,7 @@ def format_count(number: int) -> str:
     """Formats a number of params in three digits or so, such as `1.24B`, `18.7M` or `640`."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
+            # Three digits of 999.5 and more would be 1e+03.
             return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:,.0f}{unit}"
     return str(number)
 

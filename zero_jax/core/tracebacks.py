@@ -31,9 +31,11 @@ class ShortTraceback(contextlib.AbstractContextManager):
         kept = [entry for entry in entries if not _is_ours(entry)]
         if isinstance(error, ValueError) and _is_ours(entries[-1]):
             kept.append(entries[-1])
+        # What zero_jax raised itself, but for a ValueError, is a bug of its own: whoever mends it needs all frames.
         elif _is_ours(entries[-1]) or not any(map(_is_of_user, kept)):
             return
         error.__traceback__ = None
+        # `tb_next` can only be given when an entry is made, so the innermost is made first.
         for entry in reversed(kept):
             error.__traceback__ = types.TracebackType(
                 error.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno

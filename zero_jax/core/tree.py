@@ -79,6 +79,7 @@ def cast_values(values: np.ndarray, dtype: Any, *, leaf: str, remedy: str) -> np
         cast = values.astype(jnp.dtype(dtype), copy=False)
     if cast is values:
         return cast
+    # Floats may be rounded, not become infinite; an integer that differs has wrapped or lost its fraction.
     is_lost = cast != values if jnp.issubdtype(cast.dtype, jnp.integer) else np.isfinite(values) & ~np.isfinite(cast)
     if is_lost.any():
         raise ValueError(f"leaf {quoted(leaf)} has values that {dtype} cannot hold: {remedy}")
@@ -141,6 +142,7 @@ def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> N
     if here == structure:
         return
     while here.node_data() == structure.node_data() and len(here.children()) == len(structure.children()):
+        # One level: all below this node counts as a leaf.
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
         pairs = zip(children, structure.children(), strict=True)
         (step, node), structure = next((child, old) for child, old in pairs if jax.tree.structure(child[1]) != old)
@@ -151,6 +153,7 @@ def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> N
     old = structure.node_data()
     static = [x[1] if isinstance(x[1], tuple) else (x[1],) for x in (here.node_data(), old) if x and x[0] is type(node)]
     odd = next((x for x, y in zip(*static, strict=False) if x != y), None) if len(static) == 2 else None
+    # The data of a mapping's node are its keys, and no static field.
     if odd is None or isinstance(node, Mapping):
         raise ValueError(f"{where}: {maker} returned another tree when it was called again: let it return the same one")
     fields = vars(node).items() if hasattr(node, "__dict__") else ()
@@ -167,6 +170,7 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
     Among these are numbers, such as a counter, and NumPy's float64, which is float32 where JAX has 32 bits.
     """
     check_arrays(what, tree, remedy=remedy)
+    # As it is: its leaves keep their shardings.
     if not has_host_leaves(jax.tree.leaves(tree)):
         return tree
     shape_of = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) if has_host_leaves([x]) else x  # noqa: E731
@@ -175,6 +179,7 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
 
 def has_host_leaves(leaves: Sequence[Any]) -> bool:
     """Tells whether leaves are numbers or arrays on the host."""
+    # By type: a tree may have thousands of leaves, which are of few types.
     return any(not hasattr(kind, "shape") or issubclass(kind, np.ndarray | np.generic) for kind in {*map(type, leaves)})
 
 
@@ -241,6 +246,7 @@ class PathPatterns:
         """Raises `ValueError` if a pattern matches none of the paths, and so would be ignored."""
         for pattern in self._values:
             if not any(map(pattern.fullmatch, paths)):
+                # A cutoff of 0, as a pattern is rarely similar to the path that it should match.
                 near = difflib.get_close_matches(pattern.pattern, paths, n=3, cutoff=0)
                 raise ValueError(
                     f"{self._setting}: {pattern.pattern!r} matches the path of no leaf; some are {', '.join(near)}"

@@ -76,6 +76,7 @@ def function_of_key(init_fn: Any) -> Callable[[jax.Array], PyTree] | None:
     """Returns an `init_fn` that is a function of a key; None for params, or shapes, in its place."""
     # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
     has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    # A `Partial` with arrays is a function too, although its arguments are leaves.
     return init_fn if callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial)) else None
 
 
@@ -111,7 +112,7 @@ def joined(params: PyTree, model_state: PyTree) -> PyTree:
 
 
 def variable_names(tree: PyTree) -> list[str]:
-    """Returns the paths of the leaves of `joined`: those of params as in the params alone, others `model_state/...`."""
+    """Returns the paths of the leaves of `joined`: those of params without a prefix, others `model_state/...`."""
     if not isinstance(tree, Variables):
         return leaf_names(tree)
     return leaf_names(tree.params) + model_state_names(tree.model_state)

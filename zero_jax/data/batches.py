@@ -52,6 +52,7 @@ class _Share:
 
     def shard(self, local: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part of this process's rows that is at an index of the global batch."""
+        # A device's rows are next to each other in the batch, and so among those of the process, which ascend.
         first, last = np.searchsorted(self.rows, index[0].indices(self.shape[0])[:2])
         return local[first:last, index[1]]
 
@@ -109,6 +110,7 @@ class StreamBatches(Batches):
         self.num_lanes, self.states = num_lanes, {position: rows.state()}
 
     def _read_ahead(self, rows: LaneRows, num_batches: int) -> Iterator[dict[str, np.ndarray]]:
+        # One thread, because the rows of a lane have an order, and a state is that after them.
         thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lanes")
         waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         try:
@@ -148,6 +150,7 @@ def stream_batches(
       ValueError: states of another form; while iterating, the stream cannot be read.
     """
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
+    # More lanes than rows would leave some without a row of a batch.
     num_lanes = len(states) if states else min(jax.process_count(), batch_size)
     if num_lanes > batch_size:
         raise ValueError(
@@ -200,6 +203,7 @@ def train_batches(
         rows = np.array([order[start + row] for row in share.rows.tolist()])
         return part.cut_rows(rows, seq_len=seq_len)
 
+    # An element is a batch, by the number of its first example: a run goes on at any, with any size of batch.
     starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(prefetch_batches, _MAX_THREADS), prefetch_buffer_size=prefetch_batches)
     return Batches(iter(starts.to_iter_dataset(options)), share, position=position)
@@ -282,6 +286,7 @@ class BatchBuffers:
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not is_key(leaf)]
         arrays = [leaves[i] for i in indices]
         key = tree, tuple((i, x.shape, x.dtype, x.sharding) for i, x in zip(indices, arrays, strict=True))
+        # Taken out before they are donated: if the write fails, deleted buffers are not found here again.
         buffers = self._buffers.pop(key, None) or [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in arrays]
         filled = self._write(buffers, arrays)
         for x in arrays:

@@ -121,6 +121,7 @@ class Renderer:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
+            # A line: JSON escapes the line breaks of texts.
             process.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()

@@ -66,6 +66,7 @@ class ConversationPart:
                 weights[i, span] = self.is_answer[first + 1 : last]
                 segments[i, span] = segment
                 position = span.stop
+            # The padding is a document of its own, which no conversation attends to.
             segments[i, position:] = len(conversations)
         return {"inputs": inputs, "targets": targets, "weights": weights, "segments": segments}
 
@@ -89,6 +90,7 @@ def load_conversations(
     chosen = _validation(tokens, validation_fraction, source)
     digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
     for vector in (*tokens, *answers, chosen):
+        # With its length: else the same tokens in other conversations would have the same hash.
         digest.update(len(vector).to_bytes(8, "little") + np.ascontiguousarray(vector, "<u4").tobytes())
     train, validation = (
         _part([tokens[i] for i in indices], [answers[i] for i in indices], seq_len)
@@ -195,6 +197,7 @@ def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray,
 def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Tokenizes a rendered conversation as one text; a token is of the part that its text ends in."""
     tokens, ends = tokenizer.encode_rendered("".join(turn.text for turn in turns))
+    # From the left: a token that ends where a part does is of that part.
     part = np.searchsorted(np.cumsum([len(turn.text) for turn in turns]), ends)
     return tokens.astype(np.int32), np.array([turn.is_answer for turn in turns])[part]
 
@@ -236,6 +239,7 @@ def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
         room_left[row] -= length
         if room_left[row] == 0:
             del room_left[row]
+        # A list, because the dict shrinks meanwhile.
         for oldest in list(itertools.islice(room_left, max(0, len(room_left) - _MAX_OPEN_ROWS))):
             del room_left[oldest]
     return tuple(map(tuple, rows))

@@ -170,6 +170,7 @@ def _fingerprint(tokens: Tokens, train: TokenPart, validation: TokenPart) -> str
     meta = tokens.meta
     digest = hashlib.sha256(repr((meta.tokenizer_fingerprint, meta.vocab_size, meta.end_of_document)).encode())
     for vector in (tokens.offsets, tokens.hashes, train.starts, train.offsets, validation.starts, validation.offsets):
+        # With its length: else numbers could move from one vector to the next.
         digest.update(len(vector).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(vector, "<u8").tobytes())
     return digest.hexdigest()[:32]

@@ -131,6 +131,7 @@ def _decode(raw: bytes, *, ends: bool = True) -> Piece:
     text = raw.decode(errors="replace")
     if _REPLACEMENT not in text:
         return Piece(text=text, ends=ends)
+    # Without those that the text has of its own.
     return Piece(text=text, ends=ends, num_replaced=text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode()))
 
 
@@ -190,6 +191,7 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
             table = stack.enter_context(pyarrow.parquet.ParquetFile(file.path))
             _check_column(table.schema_arrow, text_field, file)
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+                # As bytes: a column of strings may hold invalid UTF-8, which pyarrow would raise for.
                 for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     row += 1
                     if raw is None:

@@ -97,6 +97,7 @@ class TokenPart:
 
     def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
         """Returns rows by their numbers, as `Part` has it."""
+        # `NO_ROW` begins at the end, so that it has no tokens.
         first = np.where(rows == NO_ROW, self.size, rows.astype(np.int64) * seq_len).clip(max=self.size)
         last = (first + seq_len + 1).clip(max=self.size)
         pieces = self._pieces(first, last)
@@ -106,6 +107,7 @@ class TokenPart:
         weights = np.ones((len(rows), seq_len), np.float32)
         numbers = pieces.document - pieces.document[np.searchsorted(row, row)]  # from 0 in each row
         columns = pieces.start - first[row]
+        # The target before a document's first token is that token, which the document before does not predict.
         weights[row[columns > 0], columns[columns > 0] - 1] = 0
         exists = np.arange(seq_len + 1) < (last - first)[:, None]
         if exists.all():
@@ -114,6 +116,7 @@ class TokenPart:
         else:
             tokens[exists] = self._read(pieces)
             beyond = np.zeros(len(rows), np.int64)  # what is beyond the end is in a document of its own
+            # `at`, because several pieces are of one row, of which an assignment would take one.
             np.maximum.at(beyond, row, numbers + 1)
             segments[:] = beyond[:, None]
             segments[exists] = np.repeat(numbers, lengths)
@@ -165,6 +168,7 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
         train, validation = (_part(tokens, starts[x], lengths[x]) for x in (~is_validation, is_validation))
         return train, validation
     longest = np.flatnonzero(lengths == lengths.max())
+    # Of several as long the one of the lowest hash, whatever their order.
     cut = longest[np.argmin(tokens.hashes[longest])]
     room = min(room, int(lengths[cut]) - 1)
     lengths[cut] -= room
@@ -188,6 +192,7 @@ def lowest_that_fit(hashes: np.ndarray, lengths: np.ndarray, room: int) -> np.nd
         if not remaining.size:
             return selected[group]
         totals = np.cumsum(sizes[remaining])
+        # The first one fits by itself, so that each round selects one at least, and the loop ends.
         num_fitting = int(np.searchsorted(totals, room, side="right"))
         selected[remaining[:num_fitting]] = True
         room -= int(totals[num_fitting - 1])

@@ -103,6 +103,7 @@ class _Renderer:
         variables = {**self._variables, "tools": request["tools"], "add_generation_prompt": False}
         text, spans, last = self._text(messages, variables), [], 0
         for i in request["answers"]:
+            # Of plain messages: what a template reads is noted of the complete text alone.
             prompt = self._text(plain[:i], {**variables, "add_generation_prompt": True})
             with_answer = self._text(plain[: i + 1], variables)
             first, end = len(prompt), len(with_answer)

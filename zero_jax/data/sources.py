@@ -183,6 +183,7 @@ def _format_of(path: pathlib.Path) -> Format:
 
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
     """Makes a source of the files that are not empty and, for text, not binary."""
+    # File systems list files in different orders, and documents follow this one.
     paths = sorted(paths)
     named_format = "jsonl" if format == "chat" else format
     with_suffix = [path for path in paths if _format_of(path) == named_format] if format != "text" else []
@@ -225,6 +226,8 @@ def open_hub(data: str, *, is_streamed: bool) -> Any:
     try:
         if (folder / "state.json").is_file():
             table = datasets.Dataset.load_from_disk(str(folder))
+            # `datasets` gives lanes shards of their own where their number divides that of the shards; else each lane
+            # reads all rows and skips those of the others.
             return table.to_iterable_dataset(num_shards=min(64, len(table)) or 1) if is_streamed else table
         path = str(folder) if folder.is_dir() else name
         return datasets.load_dataset(path, subset, split=split or "train", streaming=is_streamed)

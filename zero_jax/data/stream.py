@@ -126,6 +126,7 @@ class Lane:
         """Returns the next row, as `Part.cut_rows` has it, without the dim of rows."""
         if self._rows is None:
             self._rows = self._read_block()
+        # By the block's number: a run that goes on within a block shuffles it as before.
         order = np.random.default_rng([self._seed, self._lane, self._start["block"]]).permutation(self._num_rows)
         row = {name: x[order[self._row]] for name, x in self._rows.items()}
         self._row += 1
@@ -139,6 +140,7 @@ class Lane:
             self._documents = self._read_documents(self._start["epoch"], self._start["before"])
         needed, skip = self._num_rows * self._seq_len, self._start["skip"]
         places, size = self._pending, sum(len(place.tokens) for place in self._pending) - skip
+        # One more token than inputs: the target of the last.
         while size < needed + 1:
             places.append(next(self._documents))
             size += len(places[-1].tokens)

@@ -210,6 +210,7 @@ def _parse(content: bytes, path: pathlib.Path) -> Any:
         )
     library.no_truncation()
     library.no_padding()
+    # Despite its name: special tokens in a text are encoded as the text that they are.
     library.encode_special_tokens = True
     return library
 

@@ -16,8 +16,8 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, is_float, known_primitives
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, is_traced, open_jaxpr
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
@@ -43,7 +43,7 @@ class MixedSharding:
     rows: int = 0
 
 
-class Examples(Pass[State]):
+class Examples(Dataflow[State]):
     """How each value depends on the examples; what is "unknown" counts as sharded."""
 
     enters = CALLS | {"cond"} | LOOPS

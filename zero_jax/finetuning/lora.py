@@ -198,6 +198,7 @@ class Lora:
                 dims_of |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
             else:
                 dims_of[path if path in trained else base] = dims
+        # Names may have characters of regular expressions.
         return {re.escape(path): partition_spec(dims) for path, dims in dims_of.items()}
 
     def loss_fn(self, loss_fn: Callable[..., Any] | MeshLoss) -> Callable[..., Any] | MeshLoss:
@@ -210,6 +211,7 @@ class Lora:
         """
         if isinstance(loss_fn, MeshLoss):
             return MeshLoss(lambda mesh: self._adapted(loss_fn.make(mesh), []))
+        # The uses are collected for `report` alone.
         return self._adapted(loss_fn, [])
 
     def _adapted(self, loss_fn: Callable[..., Any], uses: list[WeightUse]) -> Callable[..., Any]:

@@ -102,6 +102,7 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
         steps = groups.max(-1) / 255
         stored = jnp.round(groups / jnp.where(steps == 0, 1, steps)[..., None]).astype(jnp.uint8).reshape(scales.shape)
         scales = _scales(stored, steps)  # as they will be: codes are of the rounded scales
+    # A block of zeros has the scale 0, and 0 / 0 would be NaN.
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
     if format == "int8":
         return jnp.round(unit * 127).astype(jnp.int8).reshape(matrix.shape), stored, steps
@@ -168,7 +169,7 @@ def _batch(args: Any, dims: Any, *, format: str) -> tuple[Any, int]:
 
 
 dequantize_p.def_abstract_eval(_abstract)
-dequantize_p.def_impl(lambda *args, format: jax.jit(functools.partial(_dequantized, format=format))(*args))
+dequantize_p.def_impl(jax.jit(_dequantized, static_argnames="format"))
 ad.primitive_jvps[dequantize_p] = _jvp
 batching.primitive_batchers[dequantize_p] = _batch
 mlir.register_lowering(dequantize_p, mlir.lower_fun(_dequantized, multiple_results=False))

@@ -54,6 +54,7 @@ def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[s
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise _unmatched(what, pattern, names)
+    # `fnmatchcase`, because `fnmatch` follows the system: on Windows it ignores case.
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 

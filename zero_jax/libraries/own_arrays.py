@@ -28,6 +28,7 @@ def made_without_tracers(trace: Callable[[Callable[..., Any]], Made], make: Call
     """
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
+        # Allowed even where the user forbids transfers: arrays are made of Python's numbers here.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return make(*args, **kwargs)
 
@@ -51,6 +52,7 @@ def _holder_of_tracer(root: Any) -> str:
             return place_of(holder) if callable(holder) else "an object of the model"
         if id(x) in seen or not gc.is_tracked(x) or isinstance(x, type | types.ModuleType):
             continue
+        # The object itself is kept: the id of one that is freed meanwhile would be given to another.
         seen[id(x)] = x
         if callable(x) and jax.tree_util.all_leaves([x]):  # not modules and variables
             holder = x

@@ -59,6 +59,7 @@ def init(config: DecoderConfig, key: Array) -> Params:
     params |= {"blocks": _init_stack(config, "blocks", blocks_key), "final_norm": jnp.full(config.d_model, scale)}
     for i, stack in enumerate(config.stacks):
         if stack != "blocks":
+            # By `fold_in`: with more keys of the split, the params of a config without such a stack would be others.
             params[stack] = _init_stack(config, stack, jax.random.fold_in(blocks_key, 1 + i))
     if config.norm == "layer":
         params["final_norm_bias"] = jnp.zeros(config.d_model)
@@ -150,6 +151,7 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
     """Returns the last hidden states, and the experts' losses `[B]`, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
+        # Rounded to the dtype first, as transformers does for Gemma.
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
     if config.learned_positions:
         x_BTD += params["position"][places(tokens_BT, hooks.segments_BT)]
@@ -170,6 +172,7 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
         return x_BTD, _total(losses)
 
     def period(x_BTD: Array, layers: Params, *, first: int = 0, num_layers: int) -> tuple[Array, Losses]:
+        # Unrolled: whether a layer has a window is known when it is traced, and a scan traces one layer for all.
         return each_of(x_BTD, [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(num_layers)], first)
 
     if config.num_dense_layers:
@@ -204,6 +207,7 @@ def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
     if segments_BT is None:
         return slice(tokens_BT.shape[1])
     places_T = jnp.arange(tokens_BT.shape[1])
+    # What is put before differs from the first token, which so begins a segment.
     begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
     return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
 
@@ -300,6 +304,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
     if routing is None:
         routes = softmax_routes(y_BTD @ params["router"], k, normalize=normalize)
     else:
+        # In float32, as transformers does: scores that round to one another would choose other experts.
         logits_BTE = jnp.einsum("BTD,DE->BTE", y_BTD, params["router"], preferred_element_type=jnp.float32)
         routes = sigmoid_routes(logits_BTE, params["router_bias"], k, routing, normalize=normalize)
     activate = _ACTIVATIONS[config.activation]
@@ -430,5 +435,6 @@ def _extra_losses(
         is_seen_BT = jnp.arange(targets_BT.shape[1]) >= depth
         if segments_BT is not None:
             is_seen_BT &= jnp.roll(segments_BT, depth, axis=1) == segments_BT
+        # What the rolls bring round from the end of the sequence is among the first `depth` losses, which do not count.
         total_BT += jnp.where(is_seen_BT, jnp.roll(losses_BT, depth, axis=1), 0.0)
     return total_BT / config.num_extra_tokens, _total(losses)

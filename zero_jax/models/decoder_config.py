@@ -194,6 +194,7 @@ class DecoderConfig:
         """Features of a head that rotary positions turn; 0 where positions are learned."""
         if self.latent is not None:
             return self.latent.rotary_dim
+        # Rounded down, as in transformers.
         return 0 if self.learned_positions else int(self.head_dim * self.rotary_fraction)
 
     @property
@@ -211,6 +212,7 @@ class DecoderConfig:
     def expert_params(self) -> str | None:
         """The stacks of experts among the params, as a regular expression of their paths; None without experts."""
         layers = [(stack, name, shape) for stack, (_, shapes) in self.stacks.items() for name, shape in shapes.items()]
+        # Of a layer's params experts alone have three dims.
         return "|".join(f"{stack}/{name}" for stack, name, shape in layers if len(shape) == 3) or None
 
     def _layer_shapes(self, num_experts: int) -> dict[str, tuple[int, ...]]:

@@ -84,6 +84,7 @@ def softmax_routes(logits_BTE: Array, k: int, *, normalize: bool) -> Routes:
 def sigmoid_routes(logits_BTE: Array, bias_E: Array, k: int, routing: SigmoidRouting, *, normalize: bool) -> Routes:
     """Returns the `k` experts of each token with the largest biased scores, of the groups with the largest ones."""
     scores_BTE = jax.nn.sigmoid(logits_BTE.astype(jnp.float32))
+    # For the choice alone, which has no gradient: the weights are of the scores without bias.
     biased_BTE = jax.lax.stop_gradient(scores_BTE + bias_E.astype(jnp.float32))
     num_experts, num_groups = bias_E.shape[0], routing.num_groups
     if routing.num_kept < num_groups:
@@ -95,6 +96,7 @@ def sigmoid_routes(logits_BTE: Array, bias_E: Array, k: int, routing: SigmoidRou
     chosen_BTkE = jax.nn.one_hot(experts_BTk, num_experts)
     weights_BTk = jnp.einsum("BTE,BTkE->BTk", scores_BTE, chosen_BTkE)
     if normalize:
+        # As transformers does: sigmoids may all be 0.
         weights_BTk /= weights_BTk.sum(axis=-1, keepdims=True) + 1e-20
     return Routes(
         experts_BTk=experts_BTk,
@@ -120,6 +122,7 @@ def run_all(y_BTD: Array, routes: Routes, experts: Experts) -> Array:
     weights_BTE = jnp.einsum("BTk,BTkE->BTE", routes.weights_BTk, chosen_BTkE)
     hidden_BTEF = activate(jnp.einsum("BTD,EDF->BTEF", y_BTD, gate_EDF))
     hidden_BTEF *= jnp.einsum("BTD,EDF->BTEF", y_BTD, up_EDF)
+    # Before the last product, which so adds up the experts: their outputs `[B, T, E, D]` are never made.
     hidden_BTEF *= weights_BTE[..., None].astype(y_BTD.dtype)
     return jnp.einsum("BTEF,EFD->BTD", hidden_BTEF, down_EFD)
 
@@ -128,7 +131,9 @@ def run_dispatched(y_BTD: Array, routes: Routes, experts: Experts, *, capacity: 
     """Returns what `run_all` does, but an expert takes no more than the first `capacity` even shares of a sequence."""
     gate_EDF, up_EDF, down_EFD, activate = experts
     (B, T, D), E, k = y_BTD.shape, gate_EDF.shape[0], routes.experts_BTk.shape[-1]
+    # No expert can get more tokens than there are.
     C = min(T, math.ceil(capacity * k * T / E))
+    # How many tokens before this one have chosen the expert.
     places_BTE = jnp.cumsum(routes.is_chosen_BTE, axis=1) - routes.is_chosen_BTE
     places_BTk = jnp.take_along_axis(places_BTE, routes.experts_BTk, axis=-1).astype(jnp.int32)
     # Past the capacity there is no place: the number of one that there is none of.
@@ -149,7 +154,7 @@ def _rows(x_BND: Array, indices_BM: Array) -> Array:
     return jax.vmap(lambda x, indices: x.at[indices].get(mode="fill", fill_value=0))(x_BND, indices_BM)
 
 
-# Both gather in their gradients, too, as no token is twice with an expert.
+# JAX makes a scatter-add of a gather's gradient. As no token is twice with an expert, it is a gather too.
 
 
 def _of_places(y_BTD: Array, slots_BTk: Array, choices_BS: Array) -> Array:

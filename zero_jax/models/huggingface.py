@@ -15,6 +15,7 @@ from zero_jax.models.tensor_name import TensorName
 MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
 _LARGEST = 3.4e38  # of float32
+# By the names of transformers: `gelu` is exact, the other GELUs are its tanh approximation.
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu",
@@ -49,6 +50,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     keys = _keys(model_type)
     activation = hf_config[keys["activation"]]
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
+        # What transformers reads of Gemma; `hidden_act`, which its configs have as well, counts where that is null.
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(
@@ -190,6 +192,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
                 f"for each of its {num_layers} layers"
             )
     window = hf_config.get("sliding_window")
+    # transformers reads no window of these families, whatever the config says, and of Qwen's only with the switch.
     has_none = model_type in ("llama", "gpt2", "gpt_neox", "falcon", "deepseek_v3")
     if has_none or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
         window = None
@@ -203,6 +206,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == num_layers:
         return {}
+    # Where no layer is without a window, all have one, or the model is shorter than a period of its family.
     period = full[0] + 1 if full else (default if num_layers < default else 1)
     if full != [layer for layer in range(num_layers) if period > 1 and (layer + 1) % period == 0]:
         raise ValueError(
@@ -249,6 +253,7 @@ def _rope(hf_config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         scaling |= {name: _positive(full, name) for name in _LLAMA3}
     else:
         scaling |= {"beta_fast": 32.0} | {name: full[name] for name in _YARN if full.get(name) is not None}
+        # Where the length of the pretraining is missing, transformers takes the longest context.
         full = {key: hf_config.get("max_position_embeddings")} | {**full}
     return settings | {"rope_scaling": RopeScaling(**scaling, original_seq_len=int(_positive(full, key)))}
 
@@ -295,6 +300,7 @@ def _llama_settings(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         settings["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
         settings |= {"use_sliding_window": True} if model_type.startswith("qwen") else {}
     if model_type in _GEMMA:
+        # The hub has a whole number, of which the two powers leave a rounding error.
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
         settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
         settings["hidden_activation"] = _ACTIVATION_NAMES[config.activation]
@@ -401,6 +407,7 @@ def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorN
         template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
         is_matrix = bool(stack) and len(shape) > 2
         is_transposed = name == "head" or (is_matrix and family.are_transposed)
+        # The hub counts the layers of all stacks in one row, those on top last.
         first = {"blocks": config.num_dense_layers, "extra_blocks": config.num_layers}.get(stack, 0)
         names[path] = TensorName(template, is_transposed, part=parts.get(weight) if stack else None, first=first)
     return names

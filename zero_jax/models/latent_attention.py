@@ -60,6 +60,7 @@ class LatentAttention:
         }
         keys = query_BTNH.shape[-1] - self.rotary_dim
         query_BTNH = jnp.concatenate([query_BTNH[..., :keys], rotate(query_BTNH[..., keys:], **turn)], axis=-1)
+        # One for all heads.
         turned_BT1H = rotate((y_BTD @ params["key_turned"])[:, :, None], **turn)
         turned_BTNH = jnp.broadcast_to(turned_BT1H, (*turned_BT1H.shape[:2], num_heads, self.rotary_dim))
         return query_BTNH, jnp.concatenate([key_BTNH, turned_BTNH], axis=-1), value_BTNH

@@ -21,6 +21,7 @@ def rms_norm(x: Array, scale: Array, eps: float = 1e-6, *, offset: bool = False)
     """Scales every vector to a root mean square of one, measured in float32, then by `scale`, or by 1 + `scale`."""
     mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(mean_square + eps)
+    # As transformers does: Gemma casts the scaled vector, Llama scales the cast one.
     return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype) if offset else y.astype(x.dtype) * scale
 
 

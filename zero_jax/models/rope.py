@@ -77,6 +77,7 @@ def rope_frequencies(theta: float, num_features: int, scaling: RopeScaling | Non
     if scaling.beta_fast is not None:
         share = _yarn_share(theta, num_features, scaling)
     elif scaling.low_freq_factor is not None:
+        # How often each pair turns within the context of the pretraining.
         turns = scaling.original_seq_len * frequencies / (2 * jnp.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         share = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -97,5 +98,6 @@ def _yarn_share(theta: float, num_features: int, scaling: RopeScaling) -> Array:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, num_features - 1)
+    # As transformers does: a width of 0 would be NaN.
     width = last - first or 0.001
     return 1 - jnp.clip((jnp.arange(num_features // 2) - first) / width, 0, 1)

@@ -107,6 +107,7 @@ class _Decoder:
                 why = "a table that is the head too" if target.labels == self.labels(path) else f"as {target.labels!r}"
                 raise ValueError(f"leaf {path!r} is adapted {why}, which PEFT has not: merge it, with Lora.merge")
             is_table = not name.is_transposed
+            # PEFT has the factors of a table as parameters of it, those of other matrices as modules.
             a, b = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
             made = {"a": TensorName(f"{module}.{a}", True), "b": TensorName(f"{module}.{b}", True)}
             if lora.dora:
@@ -147,6 +148,7 @@ def lora_rules(like: Like, targets: str | Sequence[str]) -> dict[str, str]:
     words = targets.replace(",", " ").split() if isinstance(targets, str) else list(targets)
     rules: dict[str, str] = {}
     for word in words:
+        # With the dot a word matches components alone: `proj` is no end of `q_proj`.
         paths = [path for path, module in modules.items() if f".{module}".endswith(f".{word}")]
         if word == ALL_LINEAR:
             paths = [path for path in modules if decoder.names[path].is_transposed and path != "head"]
@@ -358,4 +360,5 @@ def _to_write(folder: str | os.PathLike[str], lora: Lora, decoder: _Decoder, dty
     config |= {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
     config |= {"target_modules": targets, "modules_to_save": trained or None}
     texts = {_CONFIG: json.dumps(config, indent=2) + "\n"}
+    # PEFT reads one file.
     return FolderToWrite(path=folder, names=names, file=_FILE, max_file_bytes=2**63, dtype=dtype, texts=texts)

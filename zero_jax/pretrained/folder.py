@@ -65,6 +65,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         raise ValueError(f"{why}: copy or download it again") from error
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
+        # A name with slashes could lead out of the folder.
         if file != pathlib.PurePath(file).name or not os.path.isfile(path / file):
             there = [entry.name for entry in path.glob("*.safetensors") if entry.name not in file_of.values()]
             why = "no file, or a link to none" if os.path.lexists(path / file) else "not there"

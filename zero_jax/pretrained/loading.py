@@ -152,6 +152,7 @@ class Pretrained(Report):
 @functools.lru_cache(maxsize=8)
 def _generator(config: DecoderConfig, num_tokens: int, temperature: float, top_k: int | None) -> Callable[..., Array]:
     settings = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k}
+    # Kept by `lru_cache`: JAX would compile a new `partial` at each call.
     return jax.jit(functools.partial(decoder.generate, config, **settings))
 
 
@@ -279,6 +280,7 @@ def load_tensors(
 
 def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, config: ZeroConfig, dtype: Any) -> PyTree:
     placement = make_placement(shapes, mesh=mesh, config=config)
+    # Without master params of a dtype of their own the optimizer would update in that of the files, such as bfloat16.
     if dtype is None and resolve_precision(config.precision).master is None:
         dtype = jnp.float32
     shardings = jax.tree.leaves(placement.param_shardings("master"))
@@ -296,12 +298,14 @@ def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:
     """Reads this process's shards of a param, one after the other: one is in host memory at a time."""
     devices_of: dict[Any, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        # Slices have no hash before Python 3.12.
         key = tuple((at.start, at.stop) for at in index or ())
         devices_of.setdefault(key, []).append(device)
     arrays = []
     for key, devices in devices_of.items():
         values = leaf.read(tuple(slice(*ends) for ends in key), jnp.dtype(dtype))
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        # Waited for: a transfer that is under way keeps its shard in host memory.
         arrays += jax.block_until_ready([jax.device_put(values, place) for place in places])
         del values  # before the next shard is read
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)

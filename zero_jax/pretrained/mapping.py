@@ -51,9 +51,11 @@ class LeafTensors:
 
         def copy(part: tuple[tuple[int, ...], StoredTensor, Index]) -> None:
             position, tensor, tensor_index = part
+            # With `...` it is a view also where the index is complete, which would else give a number.
             _copy(self._view(tensor, "r")[self._features(tensor_index)], out[*position, ...])
 
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            # Iterated over for the errors of the threads.
             for _ in threads.map(copy, self._parts(index)):
                 pass
         return out
@@ -86,6 +88,7 @@ class LeafTensors:
             return index
         start, stop, period = self.name.part
         features = np.arange(self.shape[-1])[index[-1]]
+        # Feature f of the param is in the period f // width of the tensor, there at start + f % width.
         return (*index[:-1], features // (stop - start) * period + start + features % (stop - start))
 
 
@@ -155,6 +158,7 @@ def match(
 ) -> dict[str, LeafTensors]:
     """Returns the tensors of each param, by its path, in the folder `where`, all but those that `may_be_left`."""
     check_paths(shapes, names)
+    # Counted before names are made: a config from outside may have more layers than their names have room.
     num_expected = sum(math.prod(shape[: names[path].num_indices]) for path, shape in shapes.items())
     if num_expected > len(tensors) + _MAX_MISSING:
         raise ValueError(
@@ -177,6 +181,7 @@ def match(
     for (name, expected_shape), path in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
+            # A search through many names takes time: only for the problems that are shown.
             hint = did_you_mean(name, surplus[:_SEARCHED], "; is it {!r}?") if len(problems) < _SHOWN else ""
             problems.append(f"{printable(name)} of the param {path!r} is missing{hint}")
         elif tensor.shape != expected_shape:

@@ -286,8 +286,10 @@ def _check_free(target: pathlib.Path) -> None:
 def write_config(folder: pathlib.Path, hf_config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
     """Writes `config.json`, with the dtype of most tensors."""
     config = dict(hf_config)
+    # Newer releases of transformers call it `dtype`, and read both.
     key = "dtype" if "dtype" in config else "torch_dtype"
     names = list(dtypes.values())
+    # Sorted, so that of dtypes of as many tensors it is always the same one.
     config[key] = max(sorted(set(names)), key=names.count)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -354,6 +356,7 @@ def _write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:
         with path.open("xb") as file:
             for x in leaves:
                 for _, values in _own_shards(x):
+                    # As bytes: of bfloat16 NumPy exports no buffer.
                     file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
@@ -375,6 +378,7 @@ def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[s
             places[path].append((shard.index, part))
     for process, end in ends.items():
         with contextlib.suppress(OSError):
+            # In a folder that processes do not share, their files are missing here.
             if (parts / str(process)).stat().st_size == end:
                 continue
         raise ValueError(f"{parts / str(process)} is not complete here: save to a folder that all processes share")

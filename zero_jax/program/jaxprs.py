@@ -126,9 +126,10 @@ def variables(eqn: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def source_context(eqn: Any) -> Iterator[None]:
-    """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+def source_context(eqn: Any, *, names: bool = True) -> Iterator[None]:
+    """Gives what is traced inside the source line, name stack (`names`) and trace-time settings of an equation."""
+    name_stack = source_info_util.current_name_stack()
+    name_stack = name_stack + eqn.source_info.name_stack if names else name_stack
     # Within JAX's own jitted functions there is no line of the user's: the one around them stays.
     traceback = eqn.source_info.traceback if source_line(eqn) else None
     with source_info_util.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
@@ -185,6 +186,15 @@ def source_line(eqn: Any) -> str:
         return line
     within = (inner_eqn for inner in inner_jaxprs(eqn) for inner_eqn in open_jaxpr(inner)[0].eqns)
     return next(filter(None, map(source_line, within)), "")
+
+
+def line_within(eqn: Any) -> str:
+    """Returns the line of an equation that is evaluated in a walk, or of the call around it (`source_context`).
+
+    Of functions that JAX itself jits, as `jax.nn.log_softmax`, equations have no line of the user's.
+    """
+    context = importlib.import_module("jax._src.source_info_util")._source_info_context.context
+    return source_line(eqn) or source_info_util.summarize(context)
 
 
 def model_line(eqn: Any) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,9 @@ from zero_jax.sharding.mesh import Axes, are_names, axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
 
-# The largest code of each format, and its bits. int4 leaves -8 out: codes are symmetric.
-_LARGEST: Mapping[str, float] = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
-_BITS: Mapping[str, int] = {"int8": 8, "fp8": 8, "int4": 4}
-GATHER_FORMATS = ("int8", "fp8")
-GRAD_FORMATS = ("int8", "int4")
+# What a new format is added to; its codes are an entry of `_CODES`.
+GatherFormat = Literal["int8", "fp8"]
+GradFormat = Literal["int8", "int4"]
 SCALE_DTYPE = jnp.bfloat16
 # Without a block size: blocks of at most this many elements, and at least so many that scales are worth their bytes.
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32
@@ -66,7 +64,7 @@ class Quantize:
     error_feedback: bool | Mapping[str, bool] = False
 
     def __post_init__(self) -> None:
-        for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS), ("error_feedback", ())):
+        for name, formats in (("gathers", GatherFormat), ("grads", GradFormat), ("error_feedback", None)):
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 PathPatterns(f"quantize: {name}", value)
@@ -74,7 +72,7 @@ class Quantize:
                 if name == "error_feedback":
                     check_value(f"quantize: {name}", each, bool)
                 else:
-                    check_word(f"quantize: {name}", each, formats, is_optional=True)
+                    check_word(f"quantize: {name}", each, get_args(formats), is_optional=True)
         check_value("block_size", self.block_size, int, is_optional=True)
         if self.block_size is not None and (self.block_size < 2 or self.block_size % 2):
             raise ValueError(
@@ -128,56 +126,81 @@ _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """How an array becomes codes and scales, and those the array again."""
+class Codes:
+    """The codes of a format, as they are sent: of `x / scale`, float32 numbers from `-largest` to `largest`."""
 
-    format: str  # `int8`, `fp8` or `int4`
+    largest: float
+    dtype: Any  # of bytes: XLA may widen a float8
+    per_byte: int = 1
+    to_bytes: Callable[[jax.Array, int], jax.Array]  # of such numbers `[..., block, ...]`, with the dim of the block
+    from_bytes: Callable[[jax.Array, int], jax.Array]  # float32 numbers again
+
+
+def _int4_bytes(unit: jax.Array, dim: int) -> jax.Array:
+    low, high = jnp.split(jnp.round(unit).astype(jnp.int8).astype(jnp.uint8), 2, axis=dim)
+    return (low & 15) | (high << 4)  # the halves of a block share its bytes
+
+
+def _int4_numbers(codes: jax.Array, dim: int) -> jax.Array:
+    # Both codes in the high bits, so that the shift of a signed byte extends their signs.
+    signed = lax.bitcast_convert_type(jnp.concatenate([codes << 4, codes & 0xF0], axis=dim), jnp.int8)
+    return (signed >> 4).astype(jnp.float32)
+
+
+_CODES: Mapping[str, Codes] = {
+    "int8": Codes(
+        largest=127.0,
+        dtype=jnp.int8,
+        to_bytes=lambda unit, _: jnp.round(unit).astype(jnp.int8),
+        from_bytes=lambda codes, _: codes.astype(jnp.float32),
+    ),
+    "fp8": Codes(
+        largest=448.0,
+        dtype=jnp.int8,
+        to_bytes=lambda unit, _: lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8),
+        from_bytes=lambda codes, _: lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32),
+    ),
+    # -8 is left out: codes are symmetric.
+    "int4": Codes(largest=7.0, dtype=jnp.uint8, per_byte=2, to_bytes=_int4_bytes, from_bytes=_int4_numbers),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How an array becomes codes and scales, and those the array again: the `coding` of a `Chain`."""
+
+    format: str  # a key of `_CODES`
     dim: int  # the dim that blocks are along, from the end: -1 is the last
     size: int  # the elements of a block
 
     @property
     def parts(self) -> tuple[tuple[Any, float], ...]:
         """The dtypes of codes and of scales, each with how many there are for an element."""
-        codes = jnp.uint8 if self.format == "int4" else jnp.int8
-        return (codes, _BITS[self.format] / 8), (SCALE_DTYPE, 1 / self.size)
+        codes = _CODES[self.format]
+        return (codes.dtype, 1 / codes.per_byte), (SCALE_DTYPE, 1 / self.size)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns codes, `int8` like `x` (int4: `uint8`, half as many along `dim`), and a scale for each block.
+        """Returns codes, bytes like `x` (fewer along `dim` where several share one), and a scale for each block.
 
         A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
         """
-        place, largest = x.ndim + self.dim, _LARGEST[self.format]
+        place, codes = x.ndim + self.dim, _CODES[self.format]
         blocks = self._split(x, place, self.size).astype(jnp.float32)  # [..., blocks, size, ...] for the dim
-        scales = (largest_size(blocks, place + 1) / largest).astype(SCALE_DTYPE)
+        scales = (largest_size(blocks, place + 1) / codes.largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
         wide = scales.astype(jnp.float32)
+        unit = blocks / jnp.expand_dims(jnp.where(wide == 0, 1, wide), place + 1)
         # Clipped, because a scale that was rounded down gives more than the largest code.
-        unit = jnp.clip(blocks / jnp.expand_dims(jnp.where(wide == 0, 1, wide), place + 1), -largest, largest)
-        if self.format == "fp8":
-            codes = lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8)  # XLA may widen a float8
-        else:
-            codes = jnp.round(unit).astype(jnp.int8)
-        if self.format == "int4":  # the halves of a block share its bytes
-            low, high = jnp.split(codes.astype(jnp.uint8), 2, axis=place + 1)
-            codes = (low & 15) | (high << 4)
-        return codes.reshape(*x.shape[:place], -1, *x.shape[place + 1 :]), scales
+        sent = codes.to_bytes(jnp.clip(unit, -codes.largest, codes.largest), place + 1)
+        return sent.reshape(*x.shape[:place], -1, *x.shape[place + 1 :]), scales
 
     def decode(self, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
         """Returns the array of codes and scales."""
-        codes, scales = parts
-        place = codes.ndim + self.dim
-        size = self.size * _BITS[self.format] // 8
-        blocks = self._split(codes, place, size)
-        if self.format == "int4":
-            # Both codes in the high bits, so that the shift of a signed byte extends their signs.
-            signed = lax.bitcast_convert_type(jnp.concatenate([blocks << 4, blocks & 0xF0], axis=place + 1), jnp.int8)
-            unit = (signed >> 4).astype(jnp.float32)
-        elif self.format == "fp8":
-            unit = lax.bitcast_convert_type(blocks, jnp.float8_e4m3fn).astype(jnp.float32)
-        else:
-            unit = blocks.astype(jnp.float32)
+        (sent, scales), codes = parts, _CODES[self.format]
+        place = sent.ndim + self.dim
+        unit = codes.from_bytes(self._split(sent, place, self.size // codes.per_byte), place + 1)
         x = unit * jnp.expand_dims(scales.astype(jnp.float32), place + 1)
-        return x.reshape(*codes.shape[:place], -1, *codes.shape[place + 1 :]).astype(dtype)
+        return x.reshape(*sent.shape[:place], -1, *sent.shape[place + 1 :]).astype(dtype)
 
     @staticmethod
     def _split(x: jax.Array, place: int, size: int) -> jax.Array:
@@ -200,7 +223,7 @@ def blocks_of(
     if format is None:
         return None
     local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
-    step = 2 if format == "int4" else 1  # two codes share a byte
+    step = _CODES[format].per_byte
     sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}  # by the dim
     # Blocks along the second to last dim leave the lanes of an accelerator as they are.
     best = max(sizes, key=lambda dim: (sizes[dim] > 0 and dim >= -2, sizes[dim], dim == -2, dim), default=0)

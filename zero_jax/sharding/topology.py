@@ -271,6 +271,11 @@ _MACHINE_ERRORS: tuple[tuple[re.Pattern[str], str], ...] = (
         "libtpu cannot write on this machine: free space in its temporary folder (TMPDIR), or make it writable",
     ),
     (
+        re.compile(r"not implemented for (cuda|gpu)", re.IGNORECASE),
+        "JAX loads no GPU compiler on a machine without a GPU, unless JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is set before "
+        "JAX is imported: set that, or use zero.plan, which does",
+    ),
+    (
         re.compile(r"dlopen|cannot open shared object|undefined symbol|failed to open|plugin|pjrt api", re.IGNORECASE),
         "the compiler's library cannot be loaded: {install} brings the one that goes with this jax",
     ),

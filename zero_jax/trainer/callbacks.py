@@ -72,6 +72,8 @@ def name_of(callback: Callback) -> str:
 def call_all(callbacks: Sequence[Callback], step: int, metrics: Mapping[str, Any], state: TrainState) -> str:
     """Calls callbacks in all processes; returns which of them stop the run, the same in all processes, '' for none."""
     stopping = [name_of(callback) for callback in callbacks if _calls_for_stop(callback, step, metrics, state)]
+    # All take this turn, also where no callback stops: a process that stops alone would leave the others in a
+    # collective.
     answers = from_all_processes(", ".join(stopping))
     if len(set(answers)) == 1:
         return answers[0]

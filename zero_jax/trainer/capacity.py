@@ -35,6 +35,7 @@ def check_params_fit(init_fn: Callable[[jax.Array], PyTree], *, mesh: Mesh) -> N
         params = jax.eval_shape(lambda key: checked_variables(init_fn(key)), key_shape())
     size = tree_bytes(params)
     device_bytes = _device_bytes(mesh)
+    # As if all params were sharded over all devices: no stage needs less.
     if size * len(mesh.local_devices) / mesh.size > device_bytes:
         raise ValueError(
             f"the params take {format_bytes(size)} in all, and the {len(mesh.local_devices)} devices of this machine "
@@ -61,4 +62,5 @@ def _device_bytes(mesh: Mesh) -> int:
     devices: list[Any] = list(mesh.local_devices)
     if devices[0].platform == "cpu":
         return _host_bytes()
+    # Where the backend reports no limit, nothing is refused.
     return sum((device.memory_stats() or {}).get("bytes_limit", 2**62) for device in devices)

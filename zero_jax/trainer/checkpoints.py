@@ -151,6 +151,7 @@ class Saver:
         if num_nonfinite_steps and not is_skipped:
             self._say(f"step {step}: not saved, because its loss or gradients are not finite")
             return True
+        # An update may overflow params although loss and gradients were finite.
         leaves = [x for x in nonfinite_leaves(state, mesh=self._run.mesh) if x not in self._nonfinite_at_start]
         if leaves:
             others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""

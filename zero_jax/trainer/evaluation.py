@@ -69,6 +69,7 @@ def evaluate(
     if isinstance(model, OwnModel):
         data: RunInput = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
     else:
+        # No sample is made here, so that its settings need no check.
         data = open_text(dataclasses.replace(config, sample_tokens=0), model, mesh, log, held_out=held_out)
     if data.validation is None:
         raise ValueError(f"{model.name} has no batches to validate on: give it some, as --validation does")
@@ -121,6 +122,8 @@ class Validation:
             return dict.fromkeys(["loss", *itertools.chain(*figures)], math.nan)
         columns = zip(*map(jax.tree.leaves, weights), strict=True)
         total = jax.tree.structure(weights[0]).unflatten(map(np.stack, columns)).joined()
+        # Not by the sum of the divisors: a loss may divide by something else than the sum over parts, such as
+        # max(count, 1).
         loss = _weighted_sum([float(weight.divisor) for weight in weights], losses) / float(total.divisor)
         names = dict.fromkeys(itertools.chain(*figures))
         means = {name: _weighted_sum(counts, [x.get(name, 0.0) for x in figures]) / sum(counts) for name in names}
@@ -131,6 +134,8 @@ class Validation:
         batches = iter(self._batches or ())
 
         def read() -> PyTree:
+            # `for`, because in a generator, as `_placed` is, Python makes a RuntimeError of the StopIteration of
+            # `next`.
             for batch in batches:
                 return self._data.place(batch)
             raise BatchesEnded("the validation batches have ended")

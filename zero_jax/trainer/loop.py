@@ -101,7 +101,7 @@ class _Training:
         self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
         self.preemption = Preemption(log=self.log)
         stack.enter_context(hold(run.folder))
-        stack.enter_context(discarding(run.folder))
+        stack.enter_context(discarding(run.folder, is_new=run.has_new_folder))
         if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
             save_config(run.folder, run.saved_config)
         self.watchdog = stack.enter_context(
@@ -163,6 +163,7 @@ class _Training:
             status = "skipped"
         if advice := self.progress.noise.advice(self.run.input.batch_size):
             self.say(advice)
+        # After the last save is complete: a sample that fails costs no state.
         sample = self._log_sample() if status in ("done", "stopped", "unsaved") else ""
         self.console.close()
         self._beat("end")
@@ -289,6 +290,7 @@ class _Training:
     def _after_step(self, profiler: _Profiler) -> str | None:
         """Evaluates, saves and samples if it is time; returns a status if the run ends before its last step."""
         config, progress, step = self.config, self.progress, self.step
+        # Called at every step, as the processes agree on it.
         stops = self.preemption.should_stop(step)
         is_last = step == config.steps
         evaluates = self.validation is not None and (is_last or step % config.eval_every == 0)
@@ -305,6 +307,7 @@ class _Training:
             self.saver.log_divergence(step, f"{row}, first in the gradient of {leaf}")
             return "diverged"
         loss = None
+        # Before the save, which records the loss; not after a signal, which may leave seconds to save in.
         if evaluates and (is_last or not stops):
             loss = self._evaluate(is_last=is_last)
             stops = stops or (loss is None and self.preemption.should_stop(step))  # a signal has cut it off
@@ -374,12 +377,14 @@ class _Training:
         except BatchesEnded:
             return None
         with profiler.step(self.step + 1):
+            # The state before is donated: from here on only the new one can be saved.
             self.state, metrics = self.run.train_step(self.state, batch)
         self.step, self.position = self.step + 1, self.batches.position
         shows_norm = self.step % self.config.log_every == 0
         return Dispatched(
             step=self.step,
             metrics=metrics,
+            # Dispatched here, because the next step donates the params.
             param_norm=self.norm(trainable(self.state.params)) if shows_norm else None,
             data_wait_seconds=waited_seconds,
         )
@@ -444,6 +449,7 @@ class _Profiler(contextlib.ExitStack):
         """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
         if step in self._steps and not self._has_begun:
             self._has_begun = True
+            # Callbacks run in reverse order: this one once the trace is written.
             self.callback(
                 self._say, f"profile of steps {self._steps.start} to {self._steps.stop - 1} in {self._folder}"
             )

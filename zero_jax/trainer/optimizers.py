@@ -88,6 +88,7 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             check_decay(self.ema_decay)
         if self.no_decay is not None:
+            # For its error.
             PathPatterns("no_decay", {self.no_decay: True})
 
     def resolved(self, num_steps: int) -> "OptimizerConfig":
@@ -257,12 +258,14 @@ def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
 
 
 def _sgd(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
+    # Before `sgd`, so that the decay is scaled by the learning rate.
     return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.sgd(schedule, nesterov=True, **options))
 
 
 def _adafactor(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
     # Its own weight decay is not scaled by the learning rate, unlike that of the others here.
     decay: Any = lambda step: weight_decay * schedule(step)  # noqa: E731
+    # With `multiply_by_parameter_scale` the learning rate would be a share of the RMS of each param.
     options |= {"weight_decay_rate": decay, "weight_decay_mask": mask, "multiply_by_parameter_scale": False}
     return optax.adafactor(schedule, **options)
 

@@ -122,6 +122,7 @@ def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> Ru
 
     def merged(records: Sequence[dict[str, Any]], measured: Losses) -> tuple[dict[str, Any], ...]:
         losses = dict(zip((record["step"] for record in records), values_of(records, "loss").tolist(), strict=True))
+        # Of a step in both, what this process measured: the file may have that of an attempt before.
         return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(measured)).items()))
 
     return dataclasses.replace(run, train=merged(run.train, train), validation=merged(run.validation, validation))
@@ -141,6 +142,7 @@ def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: 
             partial.unlink(missing_ok=True)
 
     started = time.monotonic()
+    # A daemon, which does not keep the process from its end if it takes too long.
     thread = threading.Thread(target=draw, name="picture", daemon=True)
     thread.start()
     while thread.is_alive():

@@ -217,6 +217,7 @@ class TrainConfig:
                 raise ValueError(
                     f"epochs={self.epochs:g} and steps={self.steps} both say how long: leave out one of them"
                 )
+        # Raises for a text that is no range.
         self.profiled  # noqa: B018
 
     @property
@@ -251,6 +252,7 @@ class Run:
       schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
       train_step: the train step.
       folder: folder of the run.
+      has_new_folder: whether this process made it.
       callbacks: what is called after steps.
       trackers: functions that open the user's own trackers, by name.
     """
@@ -264,6 +266,7 @@ class Run:
     schedule: optax.Schedule | None
     train_step: TrainStep
     folder: pathlib.Path
+    has_new_folder: bool
     callbacks: tuple[Callback, ...] = ()
     trackers: Mapping[str, OpenTracker] = dataclasses.field(default_factory=dict)
 
@@ -303,6 +306,7 @@ def prepare(
     """
     with Agreement():
         called = as_callbacks(callbacks)
+        # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
         named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
         config = dataclasses.replace(config, zero=_as_begun(config, model, log))
@@ -330,6 +334,13 @@ def prepare(
         if jax.process_count() > 1:
             # Before the state is made: initialization with other shapes in one process ends in an abort.
             train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
+        folder, has_new_folder = make_folder(
+            user_path(config.out),
+            config.name,
+            _default_name(config, model),
+            resume=config.resume == "auto",
+            check=functools.partial(_check_checkpoints, config),
+        )
         return Run(
             config=config,
             zero=zero,
@@ -339,13 +350,8 @@ def prepare(
             tx=tx,
             schedule=schedule,
             train_step=train_step,
-            folder=make_folder(
-                user_path(config.out),
-                config.name,
-                _default_name(config, model),
-                resume=config.resume == "auto",
-                check=functools.partial(_check_checkpoints, config),
-            ),
+            folder=folder,
+            has_new_folder=has_new_folder,
             callbacks=called,
             trackers=tracker_functions([*named, *trackers]),
         )
@@ -437,6 +443,7 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
     called = [(name_of(callback), callback.every) for callback in callbacks]
     fields = flattened({"model": shape, **vars(config), "callbacks": called})
     texts = {name: json.dumps(x, default=str) for name, x in fields if not _OF_ONE_PROCESS.match(name)}
+    # The `repr` of a function has its address, which differs between processes.
     return releases() | {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}
 
 

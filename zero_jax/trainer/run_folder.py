@@ -20,6 +20,8 @@ from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
+TITLE = "the options of this run that are set"  # with which a run's config.toml begins
+_CONFIG = "config.json"
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
 
 
@@ -45,21 +47,26 @@ def make_folder(
     *,
     resume: bool,
     check: Callable[[str], None] = lambda _: None,
-) -> pathlib.Path:
+) -> tuple[pathlib.Path, bool]:
     """Makes a run's folder `out/name` in process 0, returned in all; a `default_name` gets a number if taken.
 
-    `check` raises `FileExistsError` for a name that is used elsewhere.
+    Returns, too, whether it was not there before; this is known to process 0 alone. `check` raises `FileExistsError`
+    for a name that is used elsewhere.
     """
-    names = [folder_name(name, default_name)]
+    names, is_new = [folder_name(name, default_name)], False
     if name is None and not resume:
         names += [f"{names[0]}-{i}" for i in range(2, 10_000)]
 
     def make() -> str:
+        nonlocal is_new
         existing = out / names[-1]
         for candidate in names:
             try:
                 check(candidate)
+                is_new = not (out / candidate).exists()
+                # Of two runs that start at once `mkdir` lets one have the name.
                 (out / candidate).mkdir(parents=True, exist_ok=resume)
+                _check_config(out / candidate / _CONFIG)
                 return str((out / candidate).absolute())
             except FolderInUse:
                 if len(names) == 1:
@@ -73,21 +80,34 @@ def make_folder(
             "resume='auto' (--resume auto)"
         )
 
-    return pathlib.Path(from_first_process(make))
+    return pathlib.Path(from_first_process(make)), is_new
+
+
+def _check_config(path: pathlib.Path) -> None:
+    """Raises `ValueError` for a config in the folder of a run that no run wrote, as that of a model of the hub."""
+    if not path.exists():
+        return
+    with contextlib.suppress(ValueError):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict) and {"model", "zero", "optimizer"} <= config.keys():
+            return
+    raise ValueError(
+        f"{path} is not the config of a run, which would be written over it: choose another name, or move that file"
+    )
 
 
 @contextlib.contextmanager
-def discarding(folder: pathlib.Path) -> Iterator[None]:
-    """Removes the folder of a run that fails before it starts, so that its name is free; needs `hold`.
+def discarding(folder: pathlib.Path, *, is_new: bool) -> Iterator[None]:
+    """Removes the new folder of a run that fails before it starts, so that its name is free; needs `hold`.
 
-    A folder with more than a lock and configs stays.
+    A folder with more than a lock and configs stays, and so does one that was there before.
     """
     try:
         yield
     except Exception:
-        disposable = {"lock", "config.toml", "config.json"}
+        disposable = {"lock", "config.toml", _CONFIG}
         with contextlib.suppress(OSError):
-            if not jax.process_index() and disposable.issuperset(path.name for path in folder.iterdir()):
+            if is_new and disposable.issuperset(path.name for path in folder.iterdir()):
                 for name in disposable:
                     (folder / name).unlink(missing_ok=True)
                 folder.rmdir()
@@ -107,7 +127,7 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
     """Writes a run's config as JSON in process 0; values that have no JSON form as text."""
     if jax.process_index() == 0:
-        write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        write_text(folder / _CONFIG, json.dumps(config, indent=2, default=str) + "\n")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

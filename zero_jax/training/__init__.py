@@ -22,7 +22,6 @@ from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_c
 from zero_jax.training.loss.trace import (
     LossTrace,
     pipeline_report,
-    pipeline_report_of,
     share_staying,
     to_experts,
     trace_loss,

@@ -136,7 +136,6 @@ class _Program:
             )
             new_masters = new_masters if rounding is None else round_tree(new_masters, stored, rounding)
             new_masters = keep_frozen(stored, new_masters, unchanged)
-            new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             updated = UpdatedState(new_masters, new_masters, opt_state)
         new_state = self.new_state(state, placement, updated, computed, finite=finite, unchanged=unchanged)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale

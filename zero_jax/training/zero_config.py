@@ -14,7 +14,7 @@ from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PathPatterns, PyTree, shown
 from zero_jax.sharding.mesh import Axes, are_names, axes_of, secondary_axes
 from zero_jax.sharding.precision import Precision, resolve_precision
-from zero_jax.sharding.quantized import Quantize, check_quantize
+from zero_jax.sharding.quantized import GatherFormat, GradFormat, Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat, resolve_schedule
@@ -115,8 +115,8 @@ class ZeroConfig:
     attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     quantize: Quantize | None = None
-    quantize_gathers: Literal["int8", "fp8"] | None = None
-    quantize_grads: Literal["int8", "int4"] | None = None
+    quantize_gathers: GatherFormat | None = None
+    quantize_grads: GradFormat | None = None
     quantize_block_size: int | None = None
     quantize_grads_over: str | None = None
     quantize_error_feedback: bool | None = None

@@ -2,7 +2,7 @@
 
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
-frozen weights with low-rank updates where they are used, `separability` decides whether a loss may be called on parts
+frozen weights with low-rank updates where they are used, `separable/` decides whether a loss may be called on parts
 of a batch, `kernels` estimates what a compiler makes of it, `blocks` finds the layers of a Python loop.
 All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
 wrongly. `facts` says what values are made of, and where they are read last.
@@ -10,8 +10,6 @@ wrongly. `facts` says what values are made of, and where they are read last.
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.batch_counts import CountedProgram, weight_alone
-from zero_jax.transforms.batch_weights import PartWeight, with_weight
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
@@ -32,7 +30,9 @@ from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
-from zero_jax.transforms.separability import BatchParts, Separability, separability
+from zero_jax.transforms.separable.counts import CountedProgram, weight_alone
+from zero_jax.transforms.separable.separability import BatchParts, Separability, separability
+from zero_jax.transforms.separable.weights import PartWeight, with_weight
 from zero_jax.transforms.windows import (
     LANES,
     features_in_rows,

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_jax.dims import PARTS, is_contraction
 from zero_jax.program import jaxprs
-from zero_jax.program.passes import Pass, read_for
+from zero_jax.program.dataflow import Dataflow, read_for
 from zero_jax.program.subcalls import equations_of
 
 
@@ -67,7 +67,7 @@ class Facts:
         return last | {var: len(self.jaxpr.eqns) for var in self.jaxpr.outvars if not jaxprs.is_literal(var)}
 
 
-class Origins(Pass[Origin | None]):
+class Origins(Dataflow[Origin | None]):
     """The origins of values; None of what is made of anything else than params and constants."""
 
     def constant(self, atom: Any) -> Origin | None:

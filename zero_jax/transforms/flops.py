@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.program.dataflow import Dataflow, Flags
 from zero_jax.program.jaxprs import inner_jaxprs, open_jaxpr
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, KINDS, equations, kind_of, subcall
 
 _EXPONENTIALS = ("exp", "exp2")
@@ -131,7 +131,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
 
 
-class _Flops(Pass[bool]):
+class _Flops(Flags):
     """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
 
     enters = _ENTERED
@@ -144,12 +144,6 @@ class _Flops(Pass[bool]):
     def flops(self) -> int:
         """Operations so far: a note, since of the rounds of a loop only the last counts."""
         return self.notes.get("flops", 0)
-
-    def constant(self, atom: Any) -> bool:
-        return False
-
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
 
     def equation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
         sub, before = subcall(eqn), self.flops
@@ -195,7 +189,7 @@ Origins = tuple[frozenset[int], frozenset[int]]
 _NOTHING: Origins = (frozenset(), frozenset())
 
 
-class _Scores(Pass[Origins]):
+class _Scores(Dataflow[Origins]):
     """Finds the products of attention: the scores, and their use; `notes` has the `id`s of their equations.
 
     These are batched products whose result, through an exponential, is an operand of another batched product, and

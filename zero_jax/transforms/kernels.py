@@ -17,8 +17,8 @@ from typing import Any
 from zero_jax.attention import attention_work
 from zero_jax.core.device_put import is_on_host
 from zero_jax.dims import ALIASES, HEAVY, PARTS, PLACES, ValueSharding
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, open_jaxpr
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.topology import Hardware
 from zero_jax.transforms.flops import equation_flops
@@ -108,7 +108,7 @@ class _Operation:
         return min(1.0, self.makes[0].num_elements / self.reads[0].num_elements)
 
 
-class _Body(Pass[_Value]):
+class _Body(Dataflow[_Value]):
     """The flattened equations of a function, or of an iteration of a loop, and the kernels that they become."""
 
     enters = CALLS | {"custom_vmap", "shard_map"}

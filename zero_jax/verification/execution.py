@@ -26,6 +26,7 @@ class Sharded:
         """Returns how far elements of any device are from an array, `float64`: infinite where one is not finite."""
         result = np.zeros(other.shape)
         for shard, index in zip(self.shards, self.indices, strict=True):
+            # Several devices may hold an element, and each of them has to be right.
             result[index] = np.maximum(result[index], _difference(shard, other[index]))
         return result
 

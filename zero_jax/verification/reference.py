@@ -48,6 +48,7 @@ class Reference:
         """Returns an initial train state, with the leaves of an abstract one."""
         plain = training.ZeroConfig(stage=0, precision=self.config.precision)
         state = training.init_state(self.init_fn, self.tx, key, mesh=self.mesh, config=plain)
+        # The compiled step takes errors of gradients where it has error feedback, which the plain config has not.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grad_errors)
         return self.next_state(
             dataclasses.replace(state, grad_errors=zeros),
@@ -72,6 +73,7 @@ class Reference:
         """Returns the loss, the gradients of the params that the optimizer reads, and the new model state."""
         loss_fn = LossProgram(training.normalize_loss(self.loss_fn, self.mesh))
         precision = resolve_precision(self.config.precision)
+        # The key that the train step makes for this step.
         key = jax.random.fold_in(state.key, state.step)
         model_state = state.model_state
 

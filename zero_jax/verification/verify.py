@@ -203,6 +203,7 @@ def verify_job(
         _check_same_keys(job, mesh)
         on_phase("lowering")
         with warnings.catch_warnings(record=True) as warned:
+            # Also a warning that this process has shown before.
             warnings.simplefilter("always")
             lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(abstract, job.batch)
         on_phase("compiling")
@@ -265,6 +266,7 @@ def _tolerance(config: ZeroConfig) -> float:
     return max(_TOLERANCES.get(name, 0.0) for name in names | {"float32"} if name)
 
 
+# By identity (`eq=False`) it has a hash, as `jit` needs of a static argument.
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
     """Compares what compiled steps return with a reference, within a relative tolerance."""
@@ -304,6 +306,7 @@ class _Comparison:
         loss, grads, model_state = self.reference.loss_and_grads(state, batch)
         update = functools.partial(self.reference.update, state, loss=loss, batch=batch)
         params, opt_state = update(grads)
+        # One after another, because `vmap` would hold all of these updates at once.
         noisy = jax.lax.map(lambda key: update(self._with_noise(grads, key)), jax.random.split(jax.random.key(1), 8))
         of_params, of_opt_state = jax.tree.map(_largest_move, (params, opt_state), noisy)
         no_noise = jax.tree.map(lambda x: jnp.zeros(x.shape), model_state)  # it is made of no gradient
@@ -341,6 +344,7 @@ class _Comparison:
         moved = 2 * float(np.linalg.norm(noise))
         allowed = self.tolerance * change + moved + rounding
         difference = float(np.linalg.norm(got.differences(want)))
+        # Of what the step changes; where that is nothing, of what rounding may change, else of the leaf.
         scale = max(change or moved or size, 1e-30)
         return LeafDifference(step=step, path=path, difference=difference / scale, allowed=allowed / scale)
 

@@ -87,3 +87,15 @@ def test_meshes(mesh, name):
 def test_keep_gathered(name):
     case = CASES[name]
     check(case.fn, case.params, *case.args, mesh=mesh_of("8"), keep_gathered=True, **case.options)
+
+
+def test_a_use_within_a_function_that_jax_jits_has_the_line_of_the_model_around_it():
+    """And a mask that a param is chosen by is no param that is used in a wider dtype."""
+    params = {"w": normal(FEATURES, HIDDEN)}
+
+    def loss_fn(params, x):
+        chosen = jnp.where(x[0, 0] > 0, params["w"], 0.0)
+        return mean_square(x @ chosen) + jax.nn.log_softmax(params["w"] * x.sum()).mean()
+
+    report = check(loss_fn, params, examples(), mesh=mesh_of("8"))
+    assert all("test_gather.py" in event.where for event in report.events) and not report.wide

@@ -33,6 +33,8 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.program.jaxprs import source_line
+from zero_jax.program.subcalls import equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,3 +408,24 @@ def test_a_loop_gathers_once_what_it_uses_through_a_call(options):
 
     report = check(loss, {"w": normal(FEATURES, FEATURES)}, examples(), mesh=mesh_of("8"))
     assert ["once before 3 iterations" in event.reason for event in report.events] == [True]
+
+
+def test_products_with_params_have_their_lines_and_names():
+    mesh, params = mesh_of("8"), [mlp(seed) for seed in range(4)]
+
+    def named_block(x, params):
+        with jax.named_scope("hidden"):
+            x = x @ params["up"]
+        return x @ params["down"]
+
+    def loss_fn(params, x):
+        for each in params:
+            x = named_block(x, each)
+        return mean_square(x)
+
+    gathered = zero.gather_on_use(loss_fn, specs_of(params, mesh), mesh=mesh)
+    jaxpr = jax.make_jaxpr(jax.grad(gathered))(params, examples())
+    products = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert len(products) == 3 * 8 - 1  # forward, and backward for the param and, but for the first, for the input
+    assert all("named_block" in source_line(eqn) for eqn in products)
+    assert [str(eqn.source_info.name_stack).count("hidden") for eqn in products[:8]] == [1, 0] * 4

@@ -225,3 +225,10 @@ def test_order_is_linear_and_maps():
     grads = jax.grad(lambda x, y: sum(a.sum() for a in order(x, y)), argnums=(0, 1))(x, y)
     np.testing.assert_array_equal(grads[0], 1 + 0 * x)
     np.testing.assert_array_equal(grads[1], 1 + 0 * y)
+
+
+def test_outside_jit_arrays_are_ordered_by_one_program(caplog):
+    order(*(arrays := [jnp.ones(3), jnp.ones(5)]))
+    with jax.log_compiles():
+        order(*arrays)
+    assert "Compiling" not in caplog.text

@@ -15,8 +15,8 @@ from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
-from zero_jax.transforms.batch_counts import CountedProgram
-from zero_jax.transforms.separability import BatchParts, separability
+from zero_jax.transforms.separable.counts import CountedProgram
+from zero_jax.transforms.separable.separability import BatchParts, separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES

@@ -20,7 +20,7 @@ from zero_jax.models import gpt
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.loss.function import key_parameter
-from zero_jax.transforms.separability import BatchParts, separability, shards_over
+from zero_jax.transforms.separable.separability import BatchParts, separability, shards_over
 
 MESH = "model2"
 AXES = ("replica", "data")

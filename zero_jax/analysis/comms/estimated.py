@@ -340,6 +340,7 @@ class _LeafTraffic:
         states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
         yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", times)
         rest, elements = self.share(dims, [axis for axis in over if axis not in (*self.on_data(dims), *pipe)])
+        # An all-reduce sends what a reduce-scatter and an all-gather do.
         yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", times)
         if pipe:
             yield from _rows("reduce-scatter", [self.share(dims, pipe)], dtype, "backward", 1)
@@ -378,6 +379,7 @@ class _LeafTraffic:
             axes = tuple(x for x in self.mesh.axis_names if x in {*more} - {*fewer} and self.mesh.shape[x] > 1)
             if axes:
                 whole = self.num_elements / axis_size(self.mesh, fewer)
+                # As on a ring: of what is gathered a device sends all shares but one.
                 yield axes, whole * (1 - 1 / axis_size(self.mesh, axes))
 
     def gathers(self, dims: Dims, over: Sequence[str]) -> Iterator[Move]:

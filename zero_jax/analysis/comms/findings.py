@@ -51,6 +51,7 @@ class Finding(Report):
 def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
     """Returns the collectives that ZeRO does not need, most bytes first; `leaves` and `mesh` of the state say more."""
     params = [leaf for leaf in leaves if leaf.group == "params"]
+    # A share of the bytes of the params in 16 bits.
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
     model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
     parts = (math.prod(leaf.global_dims) / max(math.prod(leaf.dims), 1) for leaf in leaves)
@@ -87,6 +88,7 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
     for row in rows:
         if row.kind != "all-reduce" or not carries_data(row.axes) or row.full_bytes < large:
             continue
+        # In the backward pass it is a gradient, unless that recomputes a part of the forward pass.
         gathers = row.phase != "backward" or "rematted_computation" in row.op_name
         if has_params and _mixes_examples(row, is_gradient=not gathers):
             yield _finding("moved activations", row, _MIXED, extra=1)
@@ -110,6 +112,7 @@ def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:
 
 def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
     moved = [row for row in rows if row.param and row.full_bytes >= large]
+    # Where all params move in 32 bits it is the precision that was asked for.
     if not any(_NARROW & set(row.dtypes) for row in moved):
         return
     for row in moved:

@@ -125,6 +125,7 @@ def measure(
     if mesh is None:
         shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+        # An argument on a single device may have a mesh of that one alone.
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
     rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):

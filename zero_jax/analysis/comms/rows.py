@@ -319,6 +319,7 @@ class _ParamNames:
         if scope is not None:
             return self._by_scope.get(scope, scope.replace(".", "/")), True
         names: list[str] = []
+        # The largest first: of many names the first ones are shown.
         for dims in sorted(_moved(collective, program, kind), key=math.prod, reverse=True):
             in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
             table = self._by_shard_dims if in_shards else self._by_dims

@@ -108,6 +108,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
                 dims=tuple(data.sharding.shard_shape(data.shape)),
                 num_bytes=most,
                 unpadded_bytes=most,
+                # On a single device nothing can be sharded, so that an unsharded leaf is worth no warning.
                 whole_dims=tuple(data.shape) if len(data.sharding.device_set) > 1 else None,
                 on_host=on_host,
             )
@@ -117,6 +118,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
     warning = unsharded_warning(on_devices, unsharded)
     return ArraysReport(
         groups=sum_by_group(on_devices),
+        # `+` leaves out the groups of 0 bytes, which are on the host.
         per_device={device: dict(+groups) for device, groups in sorted(per_device.items())},
         host=sum_by_group(leaf for leaf in leaves if leaf.on_host),
         leaves=tuple(leaves),

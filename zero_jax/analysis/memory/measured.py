@@ -283,6 +283,7 @@ def _donation_warning(
     leaves: Sequence[ArgumentLeaf], donated: Sequence[bool], undonated: Sequence[ArgumentLeaf]
 ) -> str | None:
     """Returns a warning if a train step does not write the state that it returns over the state that it takes."""
+    # A program without optimizer state, such as an evaluation, returns no new state.
     if not undonated or not any(leaf.group == "opt_state" for leaf in leaves):
         return None
     state = zip(leaves, donated, strict=True)

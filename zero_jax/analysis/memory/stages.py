@@ -111,6 +111,7 @@ def estimate_stages(
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
     tx = optax.adam(1e-3) if tx is None else tx
+    # An abstract mesh, as the devices need not be there.
     mesh: Any = AbstractMesh((num_hosts * num_devices_per_host,), ("data",), axis_types=(AxisType.Auto,))
     by_stage, state = {}, None
     for stage in _STAGES:

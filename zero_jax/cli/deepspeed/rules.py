@@ -293,6 +293,7 @@ def _betas(values: DeepSpeedValues, key: str) -> KeyRow:
 
 def _weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
     is_torch = _name(values) == "adamw" and values.get(f"{PARAMS}torch_adam") is True
+    # PyTorch's AdamW decays by 0.01 unless it is told, DeepSpeed's own by nothing.
     decay = float(values.get(key, 0.01 if is_torch else 0.0))
     note = (
         "vectors, scales, biases and norms are not decayed here (optimizer.no_decay adds more); DeepSpeed decays all "
@@ -362,6 +363,7 @@ def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     note = "it rises along a line, 2 steps earlier than DeepSpeed's"
     if values.get(f"{SCHEDULE}warmup_type") != "linear":
         note = "it rises along a line from 0, and DeepSpeed's along a logarithm unless warmup_type is 'linear'"
+    # DeepSpeed takes at least 2.
     return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})
 
 

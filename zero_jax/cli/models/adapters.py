@@ -129,6 +129,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         variables = split(params, key)
         return variables if chosen.adapters is None else dataclasses.replace(variables, params=chosen.adapters)
 
+    # For its errors, before any data is read.
     jax.eval_shape(init_adapters, key_shape())
     specs = model.param_specs
     if specs is not None:
@@ -138,6 +139,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         model,
         init_fn=init_adapters,
         loss_fn=lora.loss_fn(model.loss_fn),
+        # The model's own takes its params, and these are adapters.
         generate_fn=None,
         param_specs=specs,
         base_init_fn=init_fn,
@@ -163,6 +165,7 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
         step=step,
         init_fn=lambda key: lora.init(init_fn(key), key),
         tx=optax.identity(),
+        # On the host, which has room for models that fit on no single device.
         mesh=make_mesh(devices=jax.devices("cpu")[:1]),
         config=ZeroConfig(stage=0, precision="fp32"),
         params_only=True,

@@ -66,6 +66,7 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
     names = [name for config in ("GPTConfig", "DecoderConfig", "ActivationConfig") for name in option_fields(config)]
     refuse(options, [*map(option_of, names)], reason=reason)
     names = [option_of(name) for name in (*option_fields("DataConfig"), *TEXT_FIELDS)]
+    # A plan has no options of text.
     if hasattr(options, "DataConfig.data"):
         refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
     return config

@@ -121,6 +121,7 @@ def small_model(model: PlannedModel) -> PlannedModel:
         fields |= {"num_dense_layers": min(config.num_dense_layers, 1)}
         fields |= {"d_hidden_dense": 128} if config.d_hidden_dense else {}
         if config.latent is not None:
+            # `and`: a model without that vector stays one without.
             ranks = {"query_rank": config.latent.query_rank and 32, "key_rank": 16}
             fields["latent"] = dataclasses.replace(config.latent, **ranks, rotary_dim=8, value_dim=16)
         if config.routing is not None:

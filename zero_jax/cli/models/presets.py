@@ -90,6 +90,7 @@ def preset_config(options: argparse.Namespace) -> ModelConfig:
     if wrong:
         raise ValueError(f"{' and '.join(wrong)}: --from-hf takes the model's shape from its config.json: leave it out")
     config = read_decoder(folder, seq_len=changes.get("seq_len"))
+    # A length that is given replaces the limit.
     return dataclasses.replace(config, **{"seq_len": min(config.seq_len, MAX_SEQ_LEN), **changes})
 
 

@@ -53,8 +53,10 @@ class FolderLock:
 
     def take(self) -> None:
         """Takes the lock, or checks that it is still ours."""
+        # The lock is of the file that was opened: one that has its place since then is not locked.
         if self._descriptor is not None and _is_file(self._descriptor, self.file):
             return self._write(self._descriptor)
+        # Held by content: a lock by `flock` has a descriptor. If the file has another token now, it was taken from us.
         had_it = self._pid == os.getpid() and self._descriptor is None
         self._close()
         is_taken = not is_bucket(self.file) and self._take_from_system()
@@ -78,11 +80,13 @@ class FolderLock:
 
     def release(self) -> None:
         """Releases the lock and removes its file, if we have it."""
+        # In a fork: to close its copy of the descriptor leaves the parent's lock as it is.
         if self._pid != os.getpid():
             return self._close()
         with contextlib.suppress(OSError):
             is_own = self._descriptor is not None and _is_file(self._descriptor, self.file)
             if is_own or (self._descriptor is None and self._holder().get("token") == self._token):
+                # Before the descriptor is closed: afterwards the file may be the lock of another run.
                 self.file.unlink()
         self._close()
         self._pid = 0
@@ -98,6 +102,7 @@ class FolderLock:
             with contextlib.ExitStack() as opened:
                 opened.callback(os.close, descriptor)
                 try:
+                    # Not `lockf`, whose locks a process loses as it closes any descriptor of the file (`_holder`).
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise self.refusal() from error
@@ -106,6 +111,7 @@ class FolderLock:
                 self._holder()  # refuses a file that is not a lock
                 if not _is_file(descriptor, self.file):  # its owner has just removed it
                     continue
+                # It may have the content of a process that has ended, which `_write` would leave.
                 os.ftruncate(descriptor, 0)
                 self._write(descriptor)
                 opened.pop_all()
@@ -126,6 +132,7 @@ class FolderLock:
             if holder and (had_it or (holder.get("host") == socket.gethostname() and _is_alive(holder))):
                 raise self.refusal()
             self.file.write_text(self._content())
+        # Read again: where two wrote at once, both read the content of the later one.
         if self._holder().get("token") != self._token:
             raise self.refusal()
 
@@ -193,12 +200,14 @@ def _is_alive(holder: dict[str, Any]) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
+        # Signal 0 only asks whether the process exists.
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
     starts = holder.get("process_start"), _start_of(pid)
+    # The system gives the number of a process that has ended to a later one, which started at another time.
     return None in starts or starts[0] == starts[1]
 
 
@@ -206,6 +215,8 @@ def _start_of(pid: int) -> str | None:
     """Returns the start time of a process in the system's units, or None where it is unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # Field 22 of the line, counted from behind the program's name, which is in parentheses and may have some,
+            # and spaces.
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None

@@ -63,6 +63,7 @@ class JsonLinesWriter:
                 self._file.close()
                 self._file = self._open("ab")
             while left:
+                # An unbuffered file may take a part of the line, as on a disk that gets full.
                 left = left[self._file.write(left) :]
         except OSError as error:
             if left != line:
@@ -101,6 +102,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
+    # JSON has integers of any size, and steps go into NumPy's arrays of 64 bits.
     return record if isinstance(step, int) and abs(step) < 2**63 else None
 
 
@@ -111,11 +113,14 @@ def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool, log: Callable[[
         for line, record in _lines(path):
             if record is None:
                 damaged += [line] if line.endswith(b"\n") else []
+            # A bool counts 0 or 1: records up to `last_step`, and before it a validation that is made again.
             elif record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
                 file.write(json.dumps(record) + "\n")
         file.flush()
+        # Before the rename, else a crash of the system may leave an empty file under the name.
         os.fsync(file.fileno())
     if damaged:
+        # Before the rename: after a crash between the two, damaged lines are in both files, not in none.
         with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
             file.writelines(damaged)
     os.replace(temporary, path)

@@ -85,6 +85,7 @@ class StoredTensor(Tensor):
 
     def open(self, mode: Any = "r") -> np.ndarray:
         """Returns the tensor as a map of the file, of which only what is used is read ("r") or written ("r+")."""
+        # mmap refuses an empty range.
         if 0 in self.shape:
             return np.empty(self.shape, jnp.dtype(self.dtype))
         self.check()  # a map beyond the end of a file would end the process
@@ -122,6 +123,7 @@ def _tensors(
 ) -> dict[str, StoredTensor]:
     tensors, end, size = {}, 0, version[0]
     entries = {name: entry for name, entry in header.items() if name != _METADATA}
+    # The format has neither gaps nor overlaps: in the order of bytes, each tensor begins where the one before ends.
     for name, entry in sorted(entries.items(), key=lambda item: _offsets(*item)):
         first, last = _offsets(name, entry)
         if (dtype := _NAMES.get(untrusted.text(entry["dtype"]))) is None:
@@ -168,6 +170,7 @@ def find_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Makes a file with a header and room for the tensors, and returns them by name, to be written in place."""
+    # transformers refuses files without a `format` that it knows.
     header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
     end = 0
     for tensor in tensors:
@@ -175,6 +178,7 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
         header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         end = offsets[1]
     content = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads a header with spaces, which JSON allows, so that tensors begin at a multiple of 8 bytes.
     content += b" " * (-len(content) % 8)
     start = 8 + len(content)
     with path.open("xb") as file:
@@ -209,4 +213,5 @@ def create_files(
         total = sum(tensor.num_bytes for tensor in tensors)
         file_of = {tensor.name: file_name for file_name, of_file in files.items() for tensor in of_file}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        # After the files: an index never names a file that is not written.
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

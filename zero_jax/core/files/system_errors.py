@@ -42,11 +42,15 @@ def with_remedy(error: Exception) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and code is not None:
         files = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-        reason = ": ".join([" -> ".join(map(printable, files))] * bool(files) + [error.strerror or os.strerror(code)])
+        reason = error.strerror or os.strerror(code)
+        if files:
+            reason = f"{' -> '.join(map(printable, files))}: {reason}"
         is_gone = code == errno.ENOENT and not any(map(os.path.isabs, files)) and not _has_current_folder()
         return f"{reason} ({_REMOVED if is_gone else _REMEDIES.get(code, _OTHER)})"
     lines = str(error).splitlines() or [type(error).__name__]
+    # tensorstore appends its spec and lines of its source.
     first = printable(lines[0], limit=_MAX_CHARACTERS).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+    # Libraries such as tensorstore have the system's reason in the text alone.
     remedies = [text for known, text in _REMEDIES.items() if os.strerror(known) in first]
     return f"{first} ({remedies[0]})" if remedies else first
 

@@ -59,6 +59,7 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a local regular file to read its bytes; never waits for a pipe or a device."""
+    # Before it is opened, too: to open a device, or a pipe with a writer, has effects.
     _check_kind(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -158,6 +159,7 @@ def json_checksum(value: Any) -> int:
 
 def whole_number(value: Any, *, below: int = 2**63) -> int:
     """Checks that a value is an integer from 0 to below a bound, and returns it."""
+    # Not `isinstance`: true of JSON is a bool, which is an int of Python.
     if type(value) is not int or not 0 <= value < below:
         raise ValueError(f"{quoted(value)} is not a whole number from 0 to {below - 1}")
     return value
@@ -165,6 +167,7 @@ def whole_number(value: Any, *, below: int = 2**63) -> int:
 
 def number(value: Any) -> float:
     """Checks that a value is a number, NaN and infinities included, and returns it."""
+    # `float` of an int from 2^1024 on raises OverflowError.
     if type(value) not in (int, float) or (type(value) is int and abs(value) > 2**1000):
         raise ValueError(f"{quoted(value)} is not a number")
     return float(value)
@@ -198,6 +201,7 @@ def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
 
 def shape(value: Any) -> tuple[int, ...]:
     """Checks that a value is the shape of an array, and returns it."""
+    # NumPy has at most 64 dims.
     if not isinstance(value, list) or len(value) > 64:
         raise ValueError(f"{quoted(value)} is not a shape")
     sizes = tuple(whole_number(size) for size in value)

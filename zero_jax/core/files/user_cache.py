@@ -34,6 +34,7 @@ def cache_folder(kind: str) -> pathlib.Path:
 def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
     """Writes an entry atomically, after a mark of its kind and version and a checksum of name and content."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the entry's folder: only within a file system is a rename atomic.
     handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     partial = pathlib.Path(name)
     try:
@@ -63,6 +64,7 @@ def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
 
 
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:
+    # With the name, which is the entry's key: an entry that was renamed is not taken for another one.
     return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 
@@ -84,6 +86,7 @@ def in_use(entry: pathlib.Path) -> Iterator[None]:
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_SH)
+        # Between `open` and `flock` another process may have removed the entry, or renamed a new one to its place.
         if not os.path.samestat(os.fstat(handle), os.stat(entry)):
             raise FileNotFoundError(f"{entry} was replaced while it was opened")
         _touch(entry)
@@ -123,6 +126,7 @@ def evict_oldest(
 
 def _touch(entry: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
+        # The time of modification: file systems may not record that of access (`noatime`).
         os.utime(entry)
 
 
@@ -148,6 +152,7 @@ def _remove(path: pathlib.Path) -> bool:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process has it `in_use`
+        # Renamed at once and removed at leisure: a folder that is half removed would be read as an entry.
         path.rename(discarded)
     except FileNotFoundError:
         return True  # another process was faster

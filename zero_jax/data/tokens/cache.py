@@ -64,6 +64,7 @@ def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
     use = contextlib.ExitStack()
     with contextlib.suppress(OSError):  # another process has replaced it
         use.enter_context(in_use(folder))
+    # Unlocked when nothing reads the tokens any more.
     weakref.finalize(tokens.tokens, use.close)
     return tokens
 

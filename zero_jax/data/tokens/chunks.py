@@ -62,6 +62,7 @@ def _tokenized(waiting: list[tuple[Piece, int | None]], tokenizer: Tokenizer) ->
 
 
 def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
+    # In int64: the token that ends a document may not fit the dtype of the others.
     return np.append(tokens.astype(np.int64), end_of_document)
 
 

@@ -145,6 +145,7 @@ class TokenFile:
         """Fills a buffer with the bytes of the tokens from `first` on."""
         offset = self.start_bytes + first
         while buffer:
+            # It may read less than is asked for. A position of its own makes it safe for several threads.
             num_bytes = os.preadv(descriptor, [buffer], offset)
             if not num_bytes:
                 raise ValueError(

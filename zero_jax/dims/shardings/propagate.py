@@ -15,8 +15,8 @@ from typing import Any
 from zero_jax.core.device_put import is_on_host
 from zero_jax.dims.shardings.rules import RULES, merge
 from zero_jax.dims.shardings.sharding import KEEPS_PARTIAL, SUMS, Alive, ValueSharding, is_elementwise
+from zero_jax.program.dataflow import Dataflow, fixed_point
 from zero_jax.program.jaxprs import is_literal, name_stack, open_jaxpr, source_line
-from zero_jax.program.passes import Pass, fixed_point
 from zero_jax.program.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.spec import Dims, without
 
@@ -79,7 +79,7 @@ def propagate_shardings(
     )
 
 
-class _Shardings(Pass[ValueSharding]):
+class _Shardings(Dataflow[ValueSharding]):
     """Carries shardings through equations; the rules of single primitives are in `rules`."""
 
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.dims.primitives import ALIASES, SAME_ELEMENTS
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, variables
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import equations_of
 from zero_jax.sharding.spec import Dims
 
@@ -108,7 +108,7 @@ def sources(jaxpr: Any) -> dict[Any, tuple[Any, ...]]:
     return {var: of for var, of in zip(jaxpr.outvars, made_of, strict=True) if not is_literal(var)}
 
 
-class _Sources(Pass[tuple[Any, ...]]):
+class _Sources(Dataflow[tuple[Any, ...]]):
     def constant(self, atom: Any) -> tuple[Any, ...]:
         return () if is_literal(atom) else (atom,)
 

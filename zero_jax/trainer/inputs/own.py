@@ -104,6 +104,7 @@ class OwnInput:
             raise ValueError(
                 f"epochs={epochs:g}: the batches are {self.source.kind}, which has no length: give steps instead"
             )
+        # Rounded first: 1.1 * 100 is 110.00000000000001, which would be 111 steps.
         return max(1, math.ceil(round(epochs * size, 6)))
 
     def open(

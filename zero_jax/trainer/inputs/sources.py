@@ -83,6 +83,7 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
         return StepSource(
             lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches), in_memory
         )
+    # An iterator is its own `iter` and passes once, so only `make` begins again; any other iterable is iterated again.
     make = make if iterator is batches else lambda: batches
     again = None if make is None else lambda: iter(make())
     try:
@@ -135,6 +136,7 @@ class IteratorSource:
         self._has_state = _has_state(iterator)
         self.kind = "an iterator with a state" if self._has_state else "an iterable without a state"
         if self._has_state:
+            # Before the first batch is read, after which the iterator is set back.
             self._begin = iterator.get_state()
             _encode(label, self._begin)  # a state that cannot be saved is refused now, and not at the first save
 
@@ -184,6 +186,7 @@ class IteratorSource:
 
     def _batches(self) -> Iterator[PyTree]:
         yield from self._taken
+        # Dropped before the pass goes on, else the first batch would stay in memory.
         self._taken = []
         yield from self._iterator
         while self.again is not None:
@@ -276,6 +279,7 @@ class Together:
             failures = {p: why for p, why in turns.errors.items() if not why.startswith(BatchesEnded.__name__)}
             if turns.errors and not failures:
                 self.ended = tuple(turns.errors) if len(turns.errors) < jax.process_count() else ()
+                # No process has anything but an end to report, and all of them know.
                 raise known_to_all(BatchesEnded(str(error))) from error
             if not isinstance(error, BatchesEnded):
                 raise

@@ -72,6 +72,7 @@ class TextInput:
     def steps_of(self, epochs: float) -> int:
         """Returns the steps of a number of passes over the rows, the last of which may begin another pass."""
         rows = self.dataset.train.num_rows(seq_len=self.seq_len)
+        # Rounded first: 1.1 * 100 is 110.00000000000001, which would be 111 steps.
         return max(1, math.ceil(round(epochs * rows / self.batch_size, 6)))
 
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
@@ -82,6 +83,7 @@ class TextInput:
             return data.train_batches(self.dataset, position=position, **settings)
         states = None if saved is None else mapping(saved.get("states"))
         batches = data.stream_batches(self.dataset, position=position, states=states, **settings)
+        # In place: the dataclass is frozen.
         self.streams[:] = [batches]
         return batches
 
@@ -90,6 +92,7 @@ class TextInput:
         record = {"position": position, **self.identity}
         if not self.streams:
             return record
+        # Of the position that the run is at: the threads that prefetch have read further.
         lanes = [json.loads(x) for x in from_all_processes(json.dumps(self.streams[0].states[position]))]
         return {**record, "states": {lane: state for states in lanes for lane, state in states.items()}}
 
@@ -116,6 +119,7 @@ class TextInput:
         }
 
 
+# A program with a replicated result: a process cannot read a global array with shards on other processes.
 _total = jax.jit(jnp.sum)
 
 
@@ -168,10 +172,12 @@ class Sampler:
 
     def on(self, mesh: Mesh) -> Callable[..., str]:
         """Returns a function from params on a mesh to generated text; a keyword `seed` is instead of the sampler's."""
+        # Replicated: every process reads the tokens.
         generate = jax.jit(self._tokens, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
         def sample(params: Any, *, seed: int = self.seed) -> str:
             tokens = np.asarray(generate(params, jax.random.key(seed)))
+            # A model may have a larger vocabulary than the tokenizer, padded for example.
             return self.tokenizer.decode(tokens[tokens < self.tokenizer.vocab_size])
 
         return sample
@@ -182,5 +188,6 @@ class Sampler:
 
     def _tokens(self, params: Any, key: Array) -> Array:
         settings = {"num_tokens": self.num_tokens, "temperature": self.temperature, "top_k": self.top_k}
+        # Offloaded params are in host memory.
         params = cast_floating(jax.tree.map(to_device, params), self.compute)
         return self.generate_fn(params, self._prompt_tokens, key, **settings)

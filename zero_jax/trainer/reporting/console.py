@@ -52,6 +52,7 @@ class Console:
         self._live = None if terminal is None else self._open(terminal, first_step)
 
     def _open(self, terminal: TextIO, first_step: int) -> Live | None:
+        # A sample may have brackets and `:names:`, which rich would take for markup and emoji.
         rich = RichConsole(file=terminal, highlight=False, markup=False, emoji=False)
         if not terminal.isatty() or rich.is_dumb_terminal or not rich.is_terminal:
             return None

@@ -64,6 +64,7 @@ class RunRecords:
             name=self.name,
             x=xs,
             y=values_of(self.train, metric),
+            # Records of validations have a step, but neither tokens nor seconds; one may be before the first step.
             validation_x=np.interp(evaluation_steps, [0, *steps], [0, *xs]) if len(steps) else evaluation_steps,
             validation_y=values_of(evaluations, metric),
         )
@@ -75,6 +76,7 @@ class RunRecords:
         values = values_of(self.train, name)
         if np.isnan(values).all():
             raise ValueError(f"the records of {self.name} have no {name}: draw them against the step")
+        # The first step of a process, which compiles, has no seconds.
         return np.cumsum(np.nan_to_num(values)) if x == "seconds" else values
 
 

@@ -85,6 +85,7 @@ def make_speedometer(
     return Speedometer(
         batch_size=data.batch_size,
         num_tokens=data.num_tokens,
+        # After the params come model state, batch and key, which have no gradients.
         flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
     )
@@ -134,6 +135,7 @@ class Progress:
     def add_step(self, dispatched: Dispatched) -> None:
         """Waits for a step, and writes its record."""
         metrics, loss = dispatched.metrics, float(dispatched.metrics.loss)
+        # After the loss is read, which waits for the step.
         seconds = time.perf_counter() - self._resumed
         self._resumed = time.perf_counter()
         is_first = not self.train
@@ -163,6 +165,7 @@ class Progress:
             meter.unit: dispatched.step * meter.num_units,
             f"{meter.unit}_per_second": mean_seconds and meter.num_units / mean_seconds,
             "mfu": mean_seconds and meter.mfu(mean_seconds),
+            # Of a device of this process: others cannot be asked.
             "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
             "step_seconds": None if is_first else seconds,
             "data_wait_seconds": dispatched.data_wait_seconds,

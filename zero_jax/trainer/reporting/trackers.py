@@ -75,6 +75,7 @@ def tracker_functions(trackers: Sequence[Tracker | OpenTracker]) -> dict[str, Op
     for i, tracker in enumerate(trackers):
         what, name = f"trackers[{i}]", getattr(tracker, "__name__", type(tracker).__name__)
         name = name if name not in functions else f"{name} {i}"
+        # A class has a `write` too, and is called as a function that opens a tracker.
         if not isinstance(tracker, type) and (hasattr(tracker, "write") or not callable(tracker)):
             check_methods(what, tracker, ("write", "close"), remedy=_REMEDY)
             functions[name] = lambda _, tracker=tracker: tracker
@@ -101,6 +102,7 @@ class _Entry:
             self.tracker = self.tracker or self._open()
             while self.waiting:
                 self.tracker.write(self.waiting[0])
+                # After the write: a record that raised stays the first.
                 self.waiting.popleft()
         except Exception:
             ended = time.monotonic()

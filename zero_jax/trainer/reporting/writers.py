@@ -67,6 +67,7 @@ class TensorBoardWriter:
         self._events: Any = self._open()
         if resume_step is not None:
             log = self._protos.SessionLog
+            # TensorBoard hides what files before have of this step and of later ones.
             start, step = log(status=log.START), resume_step + (repeated is None)
             self._events.write_event(self._protos.Event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()  # a file without the start of the session would not hide what came before

@@ -92,7 +92,7 @@ class Accumulator:
                 return lax.collapse(x, 1, 3)
             k, _, size, *shape = x.shape
             # A dim for each mesh axis, so that the axes of `once` come first and no device's examples move.
-            x = x.reshape(k, *self.sizes(self.axes.batch), size, *shape)
+            x = x.reshape(k, *(self.mesh.shape[axis] for axis in self.axes.batch), size, *shape)
             x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in self.axes.batch))))
             x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
             x = x.reshape(k, axis_size(self.mesh, once), axis_size(self.mesh, each_pass) * size, *shape)
@@ -110,13 +110,9 @@ class Accumulator:
         x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.plan.once_over, *self.each_pass_over)
         order = [axes.index(axis) for axis in self.axes.batch]  # back from that of `parts`
         (k, n, size, *shape), last = x.shape, 1 + len(axes)
-        x = x.reshape(k, *self.sizes(axes), n * size // axis_size(self.mesh, axes), *shape)
+        x = x.reshape(k, *(self.mesh.shape[axis] for axis in axes), n * size // axis_size(self.mesh, axes), *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
         return jnp.moveaxis(lax.collapse(x, 0, last + 1), 0, dim)
-
-    def sizes(self, axes: Sequence[str]) -> list[int]:
-        """Returns the sizes of mesh axes."""
-        return [self.mesh.shape[axis] for axis in axes]
 
     @property
     def each_pass_over(self) -> tuple[str, ...]:
@@ -221,8 +217,8 @@ class Accumulator:
         in_axes += (0,) if self.adds_in_place else ()
         if self.plan.map_by == "vmap":
             return jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=once)
-        is_none, over = lambda axis: axis is None, PartitionSpec(once)
-        specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
+        is_none, of_once = lambda axis: axis is None, PartitionSpec(once)
+        specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else of_once, in_axes, is_leaf=is_none)
 
         def one_device(*args: PyTree) -> PyTree:
             own = lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part)  # noqa: E731
@@ -232,7 +228,7 @@ class Accumulator:
         mesh, _ = split_axes(self.mesh, tuple(axis for axis in self.axes.data if axis not in once))
         # With those of size 1 no axis is left to XLA where there are no others, as kernels for TPUs have to have it.
         manual = {*once, *(axis for axis, size in mesh.shape.items() if size == 1)}
-        where = {"mesh": mesh, "axis_names": manual, "in_specs": specs, "out_specs": over}
+        where = {"mesh": mesh, "axis_names": manual, "in_specs": specs, "out_specs": of_once}
         return jax.shard_map(one_device, **where, check_vma=False)
 
     def reduce(

@@ -11,8 +11,8 @@ import jax
 from zero_jax.core.tree import PyTree, is_key, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import SAME, Kind, Relation, unknown
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.batch import shapes_of_part

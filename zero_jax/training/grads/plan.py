@@ -13,7 +13,14 @@ from zero_jax.transforms import Separability
 class GradPlan:
     """Where the gradients of a step are reduced across devices: decided once, before anything is made of the loss.
 
-    `Placement.grad_plan` is what the config asks for; `judge` decides what the loss allows.
+    `Placement.grad_plan` is what the config asks for; `judge` decides what the loss allows. With K microbatches::
+
+        stage 0 or 1, K > 1        is_per_device  each device adds up its own, summed over the batch's axes once a step
+        replica or secondary       once_over      each copy of the params adds up its own, summed over copies at the end
+        quantized grads otherwise  at_use         each device has its own at each use of a param, and sends them there
+        else                                      XLA sums them at each use of a param, in every backward pass
+
+    The second and the third go together: within a copy gradients are sent at each use, between copies once a step.
     """
 
     batch_axes: tuple[str, ...]  # the mesh axes of the batch

@@ -95,7 +95,7 @@ class _ScaledLoss:
             check_unchanged(self.model_state, model_state_changes(loss.fused, *self.arguments))
         # A `JudgedLoss`, if it is called on parts of the batch
         self.judged: Any = judge(loss, self.arguments) if self.placement.grad_plan.takes_parts else None
-        self.program = loss.unsharded(loss.recomputed(loss.fused if self.judged is None else self.judged.program))
+        self.program = loss.to_place(None if self.judged is None else self.judged.program)
         shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
         free = [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
         pairs = zip(self.leaves, self.has_grad, strict=True)
@@ -143,9 +143,8 @@ class _ScaledLoss:
         """Returns the function of the scaled loss and its gradients."""
         return jax.value_and_grad(functools.partial(self.value, loss_fn), has_aux=True)
 
-    def adding_grad_fn(self, program: Callable[..., Any], *, by_weight: bool) -> GradFn:
+    def adding_grad_fn(self, program: LossProgram, *, by_weight: bool) -> GradFn:
         """Returns the function of the scaled loss and sums of gradients, to which scans over layers add in place."""
-        program = LossProgram.of(program)
 
         def add(free: list[jax.Array], *others_and_sums: Any) -> Any:
             *others, before = others_and_sums

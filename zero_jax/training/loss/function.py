@@ -19,9 +19,9 @@ from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import open_jaxpr, source_line, stands_for
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms import HostParam
@@ -233,7 +233,7 @@ def model_state_changes(program: LossProgram, variables: PyTree, batch: PyTree, 
     return [None if x == first + i else str(x) for i, x in enumerate(jax.tree.leaves(returned))]
 
 
-class _Makers(Pass[int | str]):
+class _Makers(Dataflow[int | str]):
     """For each value the number of the input that it is, or the line that made it."""
 
     enters = CALLS - {"custom_jvp", "custom_vjp"}

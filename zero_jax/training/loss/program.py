@@ -2,15 +2,18 @@
 
 The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
 
-1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype;
-2. `fused`: equal layers of a Python loop are those of a scan, if the mesh has stages, and attention is computed by a
-   fused kernel, if the config asks for it;
-3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
-4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
-5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
-6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
-   mesh has an axis for them;
-7. `placed`: params are gathered where they are used, and gradients are reduced to shards; on TPUs features are in rows.
+1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype: the program is traced for these.
+2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages;
+   attention is one equation of a fused kernel, if the config asks for it. Remat policies keep its residuals by name.
+3. What the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation), of `fused`.
+4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy.
+5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs. Estimates, which know
+   nothing of XLA's faults, leave it out.
+6. `placed`: scans over layers are stages, if the mesh has an axis for them (that alone is `staged`, where each device
+   has gradients of its own); params are gathered where they are used, gradients reduced to shards. It is the last: a
+   gather that is within the blocks of 4 and the ticks of the stages is made again in the backward pass, not kept.
+
+A new pass goes into `fused` if it changes what is computed, into `to_place` if it only helps XLA.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PathPatterns, PyTree, key_shape, leaf_names, shapes_of
 from zero_jax.dims import is_contraction
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.jaxprs import inner_jaxprs
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import cast_floating, resolve_precision
@@ -117,6 +120,10 @@ class StepLoss:
         mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
+    def to_place(self, program: LossProgram | None = None) -> LossProgram:
+        """Returns the program that `placed` takes: `fused`, or what was made of it, after all passes in between."""
+        return self.unsharded(self.recomputed(self.fused if program is None else program))
+
     def unsharded(self, program: LossProgram) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
@@ -140,14 +147,12 @@ class StepLoss:
             reduce_dtype=placement.precision.reduce,
         )
 
-    def staged(self, program: Callable[..., Any], axes: Axes, moved: MovedGrads | None = None) -> Callable[..., Any]:
+    def staged(self, program: LossProgram, axes: Axes, moved: MovedGrads | None = None) -> LossProgram:
         """Returns a program with its layers as stages, whose params are used as they are stored; see `with_stages`."""
         is_staged = self.placement.num_stages > 1
-        return with_stages(LossProgram.of(program), self.stages(axes), moved) if is_staged else program
+        return with_stages(program, self.stages(axes), moved) if is_staged else program
 
-    def placed(
-        self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
-    ) -> Callable[..., Any]:
+    def placed(self, program: LossProgram, *, with_copies: bool = True, mapped: bool = False) -> Callable[..., Any]:
         """Returns a program with params gathered on use, or gradients reduce-scattered, by the stage.
 
         It is called on the batch of all copies of the params (`with_copies`), or of one copy, or is to be `mapped` over
@@ -163,7 +168,7 @@ class StepLoss:
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
             return self.staged(program, axes)  # stage 0: XLA's all-reduces of whole gradients are what is wanted
         if placement.num_stages > 1:
-            program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
+            program = PipelinedProgram(program, self.stages(axes))
         # Outermost: no user's `jax.checkpoint`, and no loop over ticks, is around the layers.
         options = GatherOptions(
             mesh=mesh,

@@ -68,14 +68,14 @@ def pipeline_report(
     if loss.placement.num_stages == 1:
         why = f"the mesh {dict(mesh.shape)} has no axis `pipe`: make it with zero.make_mesh(pipe=...)"
         return PipelineReport(num_stages=1, num_microbatches=config.num_microbatches, why_none=why)
-    with on_mesh(mesh):
-        return pipeline_report_of(loss, *loss.shapes(params, batch))
+    return _reported_stages(loss, params, batch)
 
 
-def pipeline_report_of(loss: StepLoss, variables: PyTree, batch: PyTree, key: Any) -> PipelineReport:
-    """Returns the report of a loss on a mesh with stages, for the shapes of the arguments of its program."""
-    stages = loss.stages(loss.placement.axes)
-    return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(variables, batch, key)
+def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineReport:
+    """Returns the report of a loss on a mesh with stages."""
+    program = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes))
+    with on_mesh(loss.placement.mesh):
+        return program.report(*loss.shapes(params, batch))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,8 +170,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     moves += to_experts(loss, variables, microbatch)
     residuals, peak_bytes = traced.residuals(), gradient.peak_bytes
     if loss.placement.num_stages > 1:
-        with on_mesh(loss.placement.mesh):
-            stages = pipeline_report_of(loss, *loss.shapes(params, batch))
+        stages = _reported_stages(loss, params, batch)
         if stages.why_none:
             raise ValueError(stages.why_none)
         moves += _between_stages(stages, loss.placement.axes.pipe)
@@ -204,9 +203,7 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     if not axes_of_experts or "params" not in placement.groups or placement.num_stages > 1:
         return []
     with on_mesh(placement.mesh):
-        jaxpr = _TracedLoss(
-            loss.placed(loss.unsharded(loss.recomputed(loss.fused))), variables, batch, placement
-        ).gradient()
+        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
     for eqn, phase, times in _sent(jaxpr, "forward", placement.grad_plan.num_microbatches):
         (aval,) = (var.aval for var in eqn.outvars)

@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.device_put import default_layout
 from zero_jax.dims import ELEMENTWISE
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.passes import Dependence
 from zero_jax.sharding.device_order import GPUS
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.rows import ChunkedRows, Rows

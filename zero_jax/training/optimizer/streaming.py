@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
-from zero_jax.program.passes import Dependence
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after

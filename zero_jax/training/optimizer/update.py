@@ -24,9 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, leaves_by_name, strongly_typed
 from zero_jax.dims import SAME_ELEMENTS
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import conditional, inline_jit, is_literal, open_jaxpr, used_inputs, with_results
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
@@ -203,7 +203,7 @@ class TracedUpdate:
         return [zero and not read for zero, read in zip(updates, needed, strict=True)]
 
 
-class _Zeros(Pass[bool]):
+class _Zeros(Dataflow[bool]):
     """Finds the values that are zeros whatever the inputs are."""
 
     enters = CALLS

@@ -256,10 +256,10 @@ class Placement:
         equally many parts share a loop, so that several gathers run at once.
         """
         dtype, param_axes = self.precision.param if self.keeps_copy else None, self.axes_of_group("params")
-        leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params)
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)  # nothing to gather: stage 0, or one device
-        placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]
+        leaves = jax.tree.leaves(lax.with_sharding_constraint(tree, self.param_shardings("master")))
+        placements = [dataclasses.replace(x, dims=x.update_dims or x.dims) for x in jax.tree.leaves(self.params)]
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
             at = _dim_of_parts(placement)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.program import jaxprs
-from zero_jax.program.passes import Pass
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.transforms.attention.dims import shape_of
 from zero_jax.transforms.attention.softmax import Followed, Lost, RowTest, attended, follow, logits_of
 from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation
 
 
-class Prover(Pass[Any]):
+class Prover(Dataflow[Any]):
     """Runs a flat jaxpr on what its values are: tables, views of arrays, logits, weights."""
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]):

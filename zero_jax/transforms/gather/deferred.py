@@ -253,7 +253,7 @@ class GatherOptions:
         """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
         return None if self.mapped else self.reduce_dtype
 
-    @property
+    @functools.cached_property
     def conv_batch(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
         has_others = self.axes.size_beside_batch(self.mesh) > 1
@@ -317,7 +317,4 @@ def _summed(options: GatherOptions, value: Lazy, array: jax.Array) -> jax.Array:
 
 
 def _blocks(options: GatherOptions, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:
-    if format is None:
-        return None
-    size = value.formats.block_size
-    return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=size)
+    return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=value.formats.block_size)

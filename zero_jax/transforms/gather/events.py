@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.core.text_tables import Report, format_bytes
-from zero_jax.program.jaxprs import source_line
+from zero_jax.program.jaxprs import line_within
 from zero_jax.transforms.gather.deferred import Lazy
 from zero_jax.transforms.gather.sent import SentProduct
 
@@ -90,7 +90,7 @@ class Notes:
             if sent is not None:
                 num_bytes = sent.gathered_bytes(value)
                 reason = f"{reason}, activations sent to its {sent.num_shards} shards"
-            where = source_line(eqn)
+            where = line_within(eqn)
             event = GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
             self.events.append(event)
 
@@ -101,8 +101,9 @@ class Notes:
         itemsize = operator.attrgetter("itemsize")
         dtypes = [atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")]
         used = max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=itemsize, default=None)
-        own = min((root.dtype for root in value.roots), key=itemsize, default=value.aval.dtype)
+        roots = [root.dtype for root in value.roots if jnp.issubdtype(root.dtype, jnp.floating)]  # no masks
+        own = min(roots, key=itemsize, default=value.aval.dtype)
         if used is not None and used.itemsize > own.itemsize:
-            operation, where = eqn.primitive.name, source_line(eqn)
+            operation, where = eqn.primitive.name, line_within(eqn)
             use = WideUse(path=value.path, where=where, operation=operation, dtype=str(used), param_dtype=str(own))
             self.events.append(use)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -184,7 +183,8 @@ def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> li
     return order_p.bind(*arrays, forward=forward, backward=backward)
 
 
-def _apply_order(*arrays: jax.Array, forward: bool, **_: bool) -> list[jax.Array]:
+def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
+    del backward
     return lax.optimization_barrier(list(arrays)) if forward else list(arrays)
 
 
@@ -195,7 +195,7 @@ def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
 
 
 order_p.def_abstract_eval(lambda *avals, **_: avals)
-order_p.def_impl(lambda *xs, **directions: jax.jit(functools.partial(_apply_order, **directions))(*xs))
+order_p.def_impl(jax.jit(_apply_order, static_argnames=("forward", "backward")))
 jaxprs.define_tangents(
     order_p,
     lambda *xs, forward, backward: order(*xs, backward=backward) if forward else list(xs),

@@ -24,8 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
+from zero_jax.program.dataflow import Flags
 from zero_jax.program.jaxprs import bind_mapped
-from zero_jax.program.passes import Pass
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
@@ -33,18 +33,12 @@ from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
 
 
-class _Uses(Pass[bool]):
+class _Uses(Flags):
     """Which values are a param in another form; notes the equations that use it, and which of their operands it is."""
 
     def __init__(self, forms: Collection[str], enters: frozenset[str]):
         super().__init__()
         self.forms, self.enters, self.is_returned = forms, enters, False
-
-    def constant(self, atom: Any) -> bool:
-        return False
-
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
 
     def slice_of(self, operand: bool) -> bool:
         return False

@@ -217,12 +217,11 @@ class GatherWalk(Walk[GatherFrame]):
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
-            region, packed = self.gathered(eqn, values, sent)
-            return _values(region(*packed.arrays), values, sent)
+            return _values(self.gathered(eqn, values, sent)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
         prefix, values = ("", values) if self.notes.records else relative(values)
-        region, packed = self.gathered(eqn, values, sent)
-        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key, sent is None)
+        packed = Packed(values)
+        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
@@ -231,24 +230,24 @@ class GatherWalk(Walk[GatherFrame]):
             if eqn.primitive.name in ("add", "sub"):
                 has_barrier = any(root.size > small for value in params for root in value.roots)
             elif self.options.outermost and is_contraction(eqn):
-                has_barrier = packed.spread([isinstance(value, Lazy) for value in packed.values])
-            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier)
-        with params_scope(prefix):
+                has_barrier = packed.spread([isinstance(value, Lazy) for value in values])
+            region = self.gathered(eqn, values, sent)
+            checkpointed = jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier)
+            self.uses[key] = jaxprs.inline_jit(checkpointed)  # whose derivative JAX keeps, too
+        # The names are in the region, and of what is inlined JAX has the line where it is called.
+        with jaxprs.source_context(eqn, names=False), params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
-    def gathered(
-        self, eqn: Any, values: Sequence[Any], sent: SentProduct | None
-    ) -> tuple[Callable[..., list[Any]], Packed]:
-        """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
+    def gathered(self, eqn: Any, values: Sequence[Any], sent: SentProduct | None) -> Callable[..., list[Any]]:
+        """Returns an equation on gathered params as a function of the arrays that its inputs are made of."""
         inputs, evaluate = flat_product(eqn, values)
-        packed = Packed(inputs)
         lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
         # Where a factor is replicated, a shard of the gradient would be asked of the product itself: XLA would shard
         # that, and send activations. So the gradient is computed whole first, and what it shards wrongly, too.
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
         grads = self.own_grads(eqn, lazy, sent)
-        bare = packed.without_arrays()  # the region is cached
+        bare = Packed(inputs).without_arrays()  # the region is cached
         array_of_use = functools.partial(self.gathered_array, pin=pin)
         if sent is not None:
             array_of_use = functools.partial(where_sent, sent.options)
@@ -265,7 +264,7 @@ class GatherWalk(Walk[GatherFrame]):
             weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
             return evaluate(factors, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
 
-        return region, packed
+        return region
 
     def own_grads(self, eqn: Any, lazy: Mapping[int, Lazy], sent: SentProduct | None) -> OwnGrads:
         """Returns which operands, of those in `lazy` by their places, have gradients that are not as JAX makes them."""

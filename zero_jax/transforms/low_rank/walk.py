@@ -136,7 +136,7 @@ class _LowRankWalk(Walk[_Frame]):
 
     def note(self, eqn: Any, weight: Weight, *, is_merged: bool) -> None:
         if weight.factors:
-            where = jaxprs.source_line(eqn)
+            where = jaxprs.line_within(eqn)
             use = WeightUse(path=weight.path, where=where, operation=eqn.primitive.name, is_merged=is_merged)
             self.uses.append(use)
 

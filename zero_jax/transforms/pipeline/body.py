@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr
-from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of
+from zero_jax.program.subcalls import equations, kind_of
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of, named, without
@@ -106,16 +106,11 @@ class _Layer(Rewriting):
     def changes(self, eqn: Any) -> bool:
         return id(eqn) in self.own or _is_over(eqn, self.axes.pipe)
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        return sub.kind in self.entered and any(map(self.changes, equations_of(eqn)))
-
-    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         if _is_over(eqn, self.axes.pipe):
             sharding = eqn.params["sharding"]
             dims = without(dims_of(sharding, values[0].ndim), self.axes.pipe)
             return [jax.lax.with_sharding_constraint(values[0], named(sharding.mesh, dims))]
-        if id(eqn) not in self.own:
-            return bind(eqn, values)
         fold_in = lambda key: jax.random.fold_in(key, self.number)  # noqa: E731
         for _ in range(values[0].ndim):  # an array of keys
             fold_in = jax.vmap(fold_in)

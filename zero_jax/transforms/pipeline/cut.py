@@ -18,15 +18,15 @@ from jax.extend import core as jex_core
 
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.passes import made_of
 from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
 from zero_jax.transforms.pipeline.place import StagePlace, is_never_kept
 from zero_jax.transforms.pipeline.schedule import Schedule
-from zero_jax.transforms.separability import operations
+from zero_jax.transforms.separable.separability import operations
 
 # A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
 # `run_stages`, or of a whole loss by `run_1f1b`; nothing differentiates, maps or lowers it.

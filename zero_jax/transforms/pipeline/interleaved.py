@@ -7,6 +7,21 @@ most 2 S V - 1, a stage keeps what the backward pass of its layers reads: their 
 their own remat says. The first S V - 1 ticks only go forward, the last S V - 1 only backward. So activations are sent
 once forward and once backward through each group, and nothing grows with the number of microbatches.
 
+With S = 3 and V = 1, where n is the microbatch n forward and n' backward::
+
+    tick       0  1  2     3     4     5     6   7   8
+    stage 0    0  1  2     3     4 0'  1'    2'  3'  4'
+    stage 1       0  1     2 0'  3 1'  4 2'  3'  4'
+    stage 2          0 0'  1 1'  2 2'  3 3'  4 4'
+    loops      f---  fbe-----------------------  b-----
+
+and with S = 2 and V = 2, whose groups are a and b. Microbatches end in the ticks that have an `e`::
+
+    tick       0   1   2   3       4       5       6       7       8       9   10  11
+    stage 0    0a  1a  0b  1b      2a 0b'  3a 1b'  2b 0a'  3b 1a'  2b'     3b' 2a' 3a'
+    stage 1        0a  1a  0b 0b'  1b 1b'  2a 0a'  3a 1a'  2b 2b'  3b 3b'  2a' 3a'
+    loops      f---------  fbe-----------  fb------------  fbe-----------  b----------
+
 What is before and behind the layers runs in each stage, on its own microbatch: only that of the first and of the last
 stage counts. What is before them runs in both directions, and so are residuals made again that nothing which arrives in
 a stage is a part of.
@@ -27,8 +42,8 @@ from jax.sharding import NamedSharding
 
 from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.passes import made_of
 from zero_jax.sharding.chains import SENT, Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
@@ -71,7 +86,7 @@ def run_1f1b(
     """
     num_seeds = len(program.summed)
     seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
-    ticks = _InterleavedTicks(program, layer, operands, shardings)
+    ticks_of = functools.partial(_InterleavedTicks, program, layer, shardings)
 
     # Twice: of the first the gradient is taken, and the second is its value without one (`by_microbatch`).
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
@@ -80,12 +95,12 @@ def run_1f1b(
 
     @jax.custom_vjp
     def run(seeds: list[Any], operands: list[Any]) -> list[jax.Array]:
-        return with_loss(seeds, ticks.run(seeds, operands, [False] * len(operands))[0])
+        return with_loss(seeds, ticks_of(seeds, operands, [False] * len(operands)).run()[0])
 
     def forward(seeds: list[Any], operands: list[Any]) -> tuple[list[jax.Array], list[Any]]:
         # Only for operands that a gradient is asked of: the loop sums one for each.
         seeds, wanted = [x.value for x in seeds], [x.perturbed for x in operands]
-        results, grads = ticks.run(seeds, [x.value for x in operands], wanted)
+        results, grads = ticks_of(seeds, [x.value for x in operands], wanted).run()
         return with_loss(seeds, results), grads
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -103,14 +118,16 @@ _Sums = tuple[list[Any], list[Any], list[Any]]
 
 
 class _InterleavedTicks(Ticks):
-    """The loop over ticks of a loss."""
+    """The loop over ticks of a loss, for some operands of `run_1f1b`; `wanted` says which of them have a gradient."""
 
     def __init__(
         self,
         program: MicrobatchProgram,
         layer: Layer,
-        operands: Sequence[Any],
         shardings: Sequence[NamedSharding | None],
+        seeds: Sequence[Any],
+        operands: Sequence[Any],
+        wanted: Sequence[bool],
     ):
         super().__init__(program.loop, shardings)
         self.program = program
@@ -127,27 +144,21 @@ class _InterleavedTicks(Ticks):
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.num_kept = self.loop.stages.schedule.num_kept(self.num_stages, self.num_microbatches)
         self.back = [(target, source) for source, target in self.pairs]
-
-    def run(
-        self, seeds: Sequence[Any], operands: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the results, and the gradients of the loss by the operands that they are wanted of.
-
-        `seeds` are the derivatives of the loss by the results that it is a sum of.
-        """
-        rows = operands[self.num_shared : self.first_stack]
-        self.rows = [self.microbatches(x) for x in rows]
+        self.rows = [self.microbatches(x) for x in operands[self.num_shared : self.first_stack]]
         # Gradients are summed over layers in the dtype of what all of them read.
         shared, stacks = operands[: self.num_shared], operands[self.first_stack :]
-        self.operands = [*map(widened, shared), *[None] * len(rows), *stacks]
+        self.operands = [*map(widened, shared), *[None] * len(self.rows), *stacks]
         self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]  # over which stages are mapped
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
         self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
+        self.passes = self.layer_passes()
+
+    def run(self) -> tuple[list[jax.Array], list[Any]]:
+        """Returns the results, and for each operand the gradient of the loss by it, None where it is not wanted."""
         of_stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
         state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(of_stages, self.avals)])
-        self.passes = self.layer_passes()
         kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(of_stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
@@ -163,7 +174,7 @@ class _InterleavedTicks(Ticks):
         ]
         with jax.named_scope(_BACKWARD):
             grads = dict(zip(self.wanted, map(self.grad, self.wanted, itertools.chain(*summed)), strict=True))
-        return results, [grads.get(i) for i in range(len(operands))]
+        return results, [grads.get(i) for i in range(len(self.operands))]
 
     def all_ticks(self, carry: Any) -> tuple[_Sums, list[jax.Array]]:
         """Returns the sums behind all ticks, and the examples of the results of microbatches, one after another."""

@@ -3,7 +3,13 @@
 A stage is a part of an array along a leading dim over the mesh axes `pipe`. What a microbatch carries moves from stage
 to stage, and round again where stages have several groups of layers: with V of them on each of S stages, stage s is in
 the tick t at number `u = t - s` of what it does, and that is group `u // S % V` of its own for microbatch
-`u // (S V) * S + u % S`. `ring` has what is outside of the stages.
+`u // (S V) * S + u % S`. `ring` has what is outside of the stages. Microbatches 0 to 5 with S = 3, through the groups
+a and b of each stage if V = 2::
+
+    tick      0  1  2  3  4  5  6  7             0  1  2  3  4  5  6  7  8  9  10 11 12 13
+    stage 0   0  1  2  3  4  5                   0a 1a 2a 0b 1b 2b 3a 4a 5a 3b 4b 5b
+    stage 1      0  1  2  3  4  5                   0a 1a 2a 0b 1b 2b 3a 4a 5a 3b 4b 5b
+    stage 2         0  1  2  3  4  5                   0a 1a 2a 0b 1b 2b 3a 4a 5a 3b 4b 5b
 """
 
 from __future__ import annotations

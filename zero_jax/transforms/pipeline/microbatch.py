@@ -9,7 +9,7 @@ as those of a reference model: the examples of a microbatch have a part of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from jax.extend import core as jex_core
 from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, is_float, rows
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
-from zero_jax.program.passes import made_of, read_for
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
@@ -69,15 +69,44 @@ class MicrobatchProgram:
         return None, None, *(role.dim if role.is_rows else None for role in self.results)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """A trace of a loss."""
+
+    closed: Any
+    variables: Mapping[Any, Any]  # its own, by those of the trace on the batch
+
+    @classmethod
+    def of(cls, closed: Any, batch: Any) -> _Trace:
+        """Returns a trace beside the one on the batch."""
+        own, first = (jaxprs.open_jaxpr(x)[0] for x in (closed, batch))
+        if [eqn.primitive.name for eqn in own.eqns] != [eqn.primitive.name for eqn in first.eqns]:
+            raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
+        made = [[*x.constvars, *x.invars, *(var for eqn in x.eqns for var in eqn.outvars)] for x in (first, own)]
+        return cls(closed, dict(zip(*made, strict=True)))
+
+
 class LossTraces:
-    """The traces of a loss on the batch and on parts of it, and what its values are.
+    """The traces of a loss on the batch and on parts of it, and what each of its values is to a microbatch.
+
+    A value, by its variable in the trace on the batch, is one of three::
+
+        params, keys, tables --> shared --------------+
+                                   |                  v
+        the batch ----> examples --+--> own: before, LAYERS, behind --> sums --> the end of the loss (`_End`)
+           |               ^
+           +--> other layers
+
+    `shared` is computed once, outside of the loop over ticks, and all microbatches read it. `examples` are outside,
+    too: leaves of the batch, and what layers that are run before have made of them; a microbatch has its part. All else
+    is its own: it is computed in the loop, in the stage that the microbatch is in (`operands`).
 
     Args:
       whole: the flat closed jaxpr of the loss on the batch.
       parts: as for `find_loops`.
       inputs: the relations of the inputs.
       num_params: how many of the inputs are params.
-      differentiated: the variables on the batch through which they have a gradient.
+      with_gradient: the variables on the batch through which they have a gradient.
       entry: the layers.
       before: layers with a gradient; those that do not depend on `entry` are stages of their own before it.
       comparison: compares the traces.
@@ -93,69 +122,53 @@ class LossTraces:
         inputs: Sequence[Relation],
         *,
         num_params: int,
-        differentiated: set[Any],
+        with_gradient: set[Any],
         entry: FoundLoop,
         before: Sequence[FoundLoop] = (),
         comparison: TraceComparison,
     ):
-        self.differentiated = differentiated
+        self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
-        # The batch, a microbatch, and the two that are compared.
-        self.closed = [whole, parts[0], *((whole, parts[0]) if len(parts) == 1 else parts[1:])]
-        self.opened = [jaxprs.open_jaxpr(closed)[0] for closed in self.closed]
-        self.consts = jaxprs.open_jaxpr(whole)[1]
-        names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in self.opened]
-        if any(other != names[0] for other in names[1:]):
-            raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
-        self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
-        first = self.opened[0]  # all sets and relations are of its variables
-        self.after = made_of(first.eqns[self.index].outvars, first.eqns)
-        self.of_params = made_of([*first.invars[:num_params], *first.constvars], first.eqns)
-        # A table that is read as it is and transposed has one gradient, of the table.
-        moves = [eqn for eqn in first.eqns if eqn.primitive.name in SHAPES | COPIES]
+        self.batch, self.microbatch, *others = (_Trace.of(x, whole) for x in (whole, *parts))
+        self.compared = others or [self.batch, self.microbatch]
+        eqns = self.whole.eqns
+        self.after = made_of(eqns[self.index].outvars, eqns)  # the layers and what is made of them
+        self.of_params = made_of([*self.whole.invars[:num_params], *self.whole.constvars], eqns)
+        # A table that is read as it is and transposed has one gradient, of the table: what is moved is not shared.
+        moves = (eqn for eqn in eqns if eqn.primitive.name in SHAPES | COPIES)
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
         # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
-        loops = (eqn for eqn in first.eqns if eqn.primitive.name == "scan")
-        loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
-        without_gradient = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
-        chains = [
-            results for results in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(results)
-        ]
-        made_before = made_of([x for results in chains for x in results], first.eqns)
-        self.inside = self.differentiated - made_before
-        self.sums_before = {x for x in made_before & self.relations.keys() if self.relations[x].kind is Kind.SUM}
-        # What is made of their results, with the size of the largest of these.
-        others = [*without_gradient, *chains]
-        self.of_others = {x: max(y.aval.size for y in own) for own in others for x in made_of(own, first.eqns)}
-
-    def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
-        """Returns for each variable of the trace on the batch the one of another trace."""
-        first, found = self.opened[0], dict[Any, Any]()
-        found.update(zip((*first.constvars, *first.invars), (*jaxpr.constvars, *jaxpr.invars), strict=True))
-        for eqn, other in zip(first.eqns, jaxpr.eqns, strict=True):
-            found.update(zip(eqn.outvars, other.outvars, strict=True))
-        return found
+        loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and with_gradient.isdisjoint(eqn.outvars))
+        others = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
+        chains = [made for made in (eqns[x.index].outvars for x in before) if self.after.isdisjoint(made)]
+        of_chains = made_of([x for made in chains for x in made], eqns)
+        self.sums_before = {x for x in of_chains & self.relations.keys() if self.relations[x].kind is Kind.SUM}
+        # What is made of their results, with the size of the largest of these: what is larger is made again, in a tick.
+        largest = {x: max(y.aval.size for y in made) for made in (*others, *chains) for x in made_of(made, eqns)}
+        own = self.after | (with_gradient - of_chains)
+        self.of_others = {x for x, n in largest.items() if x not in own and x.aval.size <= n and self.has_rows(x)}
+        self.without_gradient = self.of_others - with_gradient
 
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers."""
-        made = [x for eqn in self.opened[0].eqns for x in eqn.outvars if x not in self.after]
+        made = [x for eqn in self.whole.eqns for x in eqn.outvars if x not in self.after]
         made = [x for x in made if type(x).__name__ != "DropVar"]  # which is no result of a jaxpr
-        whole, part = (jaxprs.with_results(self.closed[n], [self.places[n][x] for x in made]) for n in (2, 3))
+        whole, part = (jaxprs.with_results(each.closed, [each.variables[x] for x in made]) for each in self.compared)
         found = dict(zip(made, self.comparison.run(whole, part, self.inputs), strict=True))
-        return found | dict(zip(self.opened[0].invars, self.inputs, strict=True))
+        return found | dict(zip(self.whole.invars, self.inputs, strict=True))
 
     def relations_after(self) -> dict[Any, Relation]:
         """Returns the relations of what depends on the layers, where what is shared is as it is for the batch."""
-        first = self.opened[0]
-        results = [x for x in first.outvars if not jaxprs.is_literal(x) and x in self.after]
-        own, shared, batch = self.operands(list(dict.fromkeys(results)))
-        made = [x for i in own for x in first.eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
-        stacks = scan_of(first.eqns[self.index]).split(first.eqns[self.index].invars)[2]
+        eqns, results = self.whole.eqns, [x for x in self.whole.outvars if not jaxprs.is_literal(x) and x in self.after]
+        own, shared, examples = self.operands(results)
+        made = [x for i in own for x in eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
+        stacks = scan_of(eqns[self.index]).split(eqns[self.index].invars)[2]
         stacks = [x for x in dict.fromkeys(stacks) if not jaxprs.is_literal(x) and x not in shared]
         known = [dataclasses.replace(SAME, of_params=x in self.of_params) for x in (*shared, *stacks)]
-        inputs = [*known[: len(shared)], *[rows(0)] * len(batch), *known[len(shared) :]]
-        whole, part = (self.traced(n, own, [*shared, *batch, *stacks], made, alone=False) for n in (2, 3))
+        inputs = [*known[: len(shared)], *[rows(0)] * len(examples), *known[len(shared) :]]
+        read = [*shared, *examples, *stacks]
+        whole, part = (self.traced(each, own, read, made, alone=False) for each in self.compared)
         return dict(zip(made, self.comparison.run(whole, part, inputs), strict=True))
 
     def is_shared(self, x: Any) -> bool:
@@ -166,53 +179,50 @@ class LossTraces:
         if relation.is_plain and relation.kind is Kind.SAME:
             return x not in self.moved
         # A sum of the batch that no param has a part in, or what is not known, such as a number of tokens.
-        shapes = [self.places[n][x].aval.shape for n in (0, 1)]
+        shapes = x.aval.shape, self.microbatch.variables[x].aval.shape
         return relation.kind is not Kind.ROWS and x not in self.of_params and shapes[0] == shapes[1]
 
-    def is_of_others(self, x: Any) -> bool:
-        """Tells whether a value of examples is one that layers before make, or made of it and no larger."""
-        if x in self.after or x in self.inside or x.aval.size > self.of_others.get(x, -1):
-            return False
-        relation, of_one = self.relations.get(x), self.places[1][x].aval.shape  # which may have no dim of examples
+    def has_rows(self, x: Any) -> bool:
+        """Tells whether a microbatch has a part of a value, of leading examples."""
+        relation, of_one = self.relations.get(x), self.microbatch.variables[x].aval.shape  # which may have no dim
         is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
         return is_rows and of_one[1:] == x.aval.shape[1:]
 
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
-        """Returns the equations that results need of a microbatch, what they read that is shared, and examples."""
-        first, needed, own = self.opened[0], set(results), []
-        for i in reversed(range(len(first.eqns))):
-            eqn = first.eqns[i]
-            if all(self.is_shared(x) or self.is_of_others(x) for x in needed.intersection(eqn.outvars)):
+        """Returns the equations that results need of a microbatch, and what they read that is shared, and examples."""
+        eqns, needed, own = self.whole.eqns, set(results), []
+        for i in reversed(range(len(eqns))):
+            if all(self.is_shared(x) or x in self.of_others for x in needed.intersection(eqns[i].outvars)):
                 continue
             own.append(i)
-            needed.update(x for x in self.reads(i) if not jaxprs.is_literal(x))
-        made = {x for i in own for x in first.eqns[i].outvars}
-        read = dict.fromkeys(x for i in reversed(own) for x in self.reads(i) if not jaxprs.is_literal(x))
+            needed.update(self.reads(i))
+        own = own[::-1]
+        made, read = {x for i in own for x in eqns[i].outvars}, dict.fromkeys(x for i in own for x in self.reads(i))
         shared = [x for x in read if self.is_shared(x)]
-        return own[::-1], shared, [x for x in read if x not in made and not self.is_shared(x)]
+        return own, shared, [x for x in read if x not in made and not self.is_shared(x)]
 
     def reads(self, i: int) -> list[Any]:
-        """Returns what an equation reads; the layers, without what they slice."""
-        eqn = self.opened[0].eqns[i]
-        if i != self.index:
-            return list(eqn.invars)
-        consts, carry, _ = scan_of(eqn).split(eqn.invars)
-        return [*consts, *carry]
+        """Returns the variables that an equation reads; the layers, without what they slice."""
+        eqn = self.whole.eqns[i]
+        consts, carry, _ = scan_of(eqn).split(eqn.invars) if i == self.index else (eqn.invars, [], [])
+        return [x for x in (*consts, *carry) if not jaxprs.is_literal(x)]
 
-    def traced(self, n: int, own: Sequence[int], inputs: Sequence[Any], results: Sequence[Any], *, alone: bool) -> Any:
+    def traced(
+        self, trace: _Trace, own: Sequence[int], inputs: Sequence[Any], results: Sequence[Any], *, alone: bool
+    ) -> Any:
         """Returns some equations of a trace as a closed jaxpr; `alone` has `layers_p` for the layers.
 
         Args:
-          n: the number of the trace.
+          trace: the trace.
           own: the equations.
           inputs: its inputs, variables of the trace on the batch, as are the results.
           results: its results.
           alone: whether the layers are without what they slice.
         """
-        places, eqns = self.places[n], self.opened[n].eqns
+        variables, eqns = trace.variables, jaxprs.open_jaxpr(trace.closed)[0].eqns
 
         def run(*values: Any) -> list[Any]:
-            given = dict(zip([places[x] for x in inputs], values, strict=True))
+            given = dict(zip([variables[x] for x in inputs], values, strict=True))
             env = dict(given)
             for i in own:
                 eqn = eqns[i]
@@ -225,9 +235,9 @@ class LossTraces:
                     made = jaxprs.bind(eqn, values_of(eqn.invars, env))
                 env.update(zip(eqn.outvars, made, strict=True))
                 env.update(given)  # of the batch, where an equation makes it beside something else
-            return [env[places[x]] for x in results]
+            return [env[variables[x]] for x in results]
 
-        return trace_flat(run, [places[x].aval for x in inputs])
+        return trace_flat(run, [variables[x].aval for x in inputs])
 
 
 def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> tuple[Any, Sequence[int]]:
@@ -248,7 +258,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
     """
-    whole, _ = jaxprs.open_jaxpr(whole)
+    whole, consts = jaxprs.open_jaxpr(whole)
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
@@ -257,8 +267,9 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
             "PRNG keys go from layer to layer, or leave them: let layers take slices of keys, as of jax.random.split, "
             "and return none"
         )
-    own, shared, batch = traces.operands(end.results)
-    inside = [traces.traced(n, own, [*shared, *batch], end.results, alone=True) for n in (1, 2, 3)]
+    own, shared, examples = traces.operands(end.results)
+    each = (traces.microbatch, *traces.compared)
+    inside = [traces.traced(x, own, [*shared, *examples], end.results, alone=True) for x in each]
     program = MicrobatchProgram(
         loop=loop,
         jaxpr=layer_of_microbatch(inside[0], (inside[1], inside[2]), axes),
@@ -272,14 +283,12 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     stacks = scan_of(layers).split(layers.invars)[2]
 
     def run(*leaves: Any) -> list[Any]:
-        env = dict(zip((*whole.constvars, *whole.invars), (*traces.consts, *leaves), strict=True))
+        env = dict(zip((*whole.constvars, *whole.invars), (*consts, *leaves), strict=True))
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
-        seeds, examples = end.seeds(env), values_of(batch, env)
-        pairs = zip(batch, examples, strict=True)
-        stops = traces.of_others.keys() - traces.differentiated
-        examples = [lax.stop_gradient(x) if atom in stops else x for atom, x in pairs]
+        seeds, pairs = end.seeds(env), zip(examples, values_of(examples, env), strict=True)
+        own_examples = [lax.stop_gradient(x) if var in traces.without_gradient else x for var, x in pairs]
         with jaxprs.source_context(layers):
-            operands = *values_of(shared, env), *examples, *values_of(stacks, env)
+            operands = *values_of(shared, env), *own_examples, *values_of(stacks, env)
             loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
         env.update(zip(end.results, results, strict=True))
         if end.is_single:
@@ -293,7 +302,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
 
 
-def differentiated(jaxpr: Any, num_params: int) -> set[Any]:
+def variables_with_gradient(jaxpr: Any, num_params: int) -> set[Any]:
     """Returns the variables of a loss through which params have a gradient."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)
@@ -324,7 +333,7 @@ class _End:
         Raises:
           CannotCut: something is neither that, nor made of what microbatches have.
         """
-        whole, relations = traces.opened[0], traces.relations_after()
+        whole, relations = traces.whole, traces.relations_after()
         roles, late, eqns = dict[Any, Role](), set[Any](), []
         for eqn in whole.eqns:
             made = [x for x in eqn.outvars if x in relations]

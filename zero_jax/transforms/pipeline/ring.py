@@ -7,7 +7,27 @@ last stage. Both have places for a microbatch of each home, `[stages, homes, par
 are lines: a microbatch that is taken, or that went away, leaves a line, which a part of each home fills, or the next
 microbatch. So the next ones are the columns if the last ones were the rows, no place is free, and none is waited for.
 
-Parts move only in the ticks in which there are some: with more microbatches than stages these are loops of their own.
+Three stages, of one group each; microbatches A B C are at the homes 0 1 2, behind them D E F, then G H I. The places of
+the first stage before each tick, part p of the microbatch X as Xp::
+
+    tick 0        tick 1        tick 2        tick 3        tick 4
+    A0 A1 A2 <-   D0 E0 F0      D0 E0 F0      D0 E0 F0      G0 E0 F0
+    B0 B1 B2      B0 B1 B2 <-   D1 E1 F1      D1 E1 F1      H0 E1 F1
+    C0 C1 C2      C0 C1 C2      C0 C1 C2 <-   D2 E2 F2      I0 E2 F2
+                                              ^                ^
+    A enters      B enters      C enters      D enters      E enters
+
+and of the last one, before each tick, where A has gone through all stages in tick 2::
+
+    tick 3        tick 4        tick 5        tick 6        tick 7        tick 8
+    -- -- --      A0 -- --      A0 B0 --      A0 B0 C0 ->   D0 D1 D2      D0 D1 D2
+    -- -- --      A1 -- --      A1 B1 --      A1 B1 C1      A1 B1 C1 ->   E0 E1 E2
+    -- -- --      A2 -- --      A2 B2 --      A2 B2 C2      A2 B2 C2      A2 B2 C2 ->
+    ^                ^                ^
+    A leaves      B leaves      C leaves      D leaves, and the parts 0 go to their homes, then 1, then 2
+
+Parts move only in the ticks in which there are some: with more microbatches than stages these are loops of their own
+(`loops_of_ticks`).
 """
 
 from __future__ import annotations

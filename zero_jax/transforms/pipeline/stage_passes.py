@@ -16,8 +16,8 @@ from jax import lax
 
 from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.evaluation import evaluate, trace_flat
-from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 
 

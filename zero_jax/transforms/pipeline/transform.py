@@ -37,12 +37,17 @@ from zero_jax.transforms.pipeline.cut import (
 from zero_jax.transforms.pipeline.in_order import examples_by_index
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
-from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
+from zero_jax.transforms.pipeline.microbatch import (
+    LossTraces,
+    MicrobatchProgram,
+    by_microbatch,
+    variables_with_gradient,
+)
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
-from zero_jax.transforms.separability import relations_of
+from zero_jax.transforms.separable.separability import relations_of
 
 
 class PipelinedProgram(LossProgram):
@@ -153,7 +158,7 @@ class PipelinedProgram(LossProgram):
         """
         whole, *parts = traces
         jaxpr, _ = jaxprs.open_jaxpr(whole)
-        own = differentiated(jaxpr, num_params)
+        own = variables_with_gradient(jaxpr, num_params)
         found = [_forward(x) if own.isdisjoint(jaxpr.eqns[x.index].outvars) else x for x in found]
         cut = [x for x in found if _num_layers(x)]
         if not cut:
@@ -162,7 +167,7 @@ class PipelinedProgram(LossProgram):
         is_long = 2 * max(num_layers) > sum(num_layers)
         main = cut[num_layers.index(max(num_layers))] if is_long else cut[-1]
         others = [_forward(x) for x in found if x is not main]
-        how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
+        how = {"num_params": num_params, "with_gradient": own, "comparison": comparison}
         try:
             losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
             program = _with_stages(whole, others)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.attention import RESIDUALS
 from zero_jax.dims import CASTS, PLACES, dim_map, is_contraction, is_float, passthrough
 from zero_jax.program import jaxprs
-from zero_jax.program.passes import Pass
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
@@ -58,7 +58,7 @@ class MarkedValues(Facts):
         return CONST if jaxprs.is_literal(atom) else self.marks[atom]
 
 
-class _Marks(Pass[Mark]):
+class _Marks(Dataflow[Mark]):
     def __init__(self, facts: Facts, mesh: Mesh, model: tuple[str, ...]):
         super().__init__()
         self.facts, self.mesh, self.model = facts, mesh, model

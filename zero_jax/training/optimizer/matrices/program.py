@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.evaluation import flattened, once_each, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -209,7 +209,7 @@ def _is_number(var: Any) -> bool:
     return not var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
-class _Placed(Pass[Any]):
+class _Placed(Dataflow[Any]):
     """How each value of an update is sharded, by the shards that its inputs are in."""
 
     enters = CALLS

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, SHAPES, dim_map
+from zero_jax.program.dataflow import Dataflow, Dependence
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.program.passes import Dependence, Pass
 from zero_jax.program.subcalls import CALLS, equations_of, subcall
 
 # Parameters that hold the shape of a result, and their primitives.
@@ -327,7 +327,7 @@ def _cost_of_product(eqn: Any) -> ProductCost:
 _MIXED, _ANY = "mixed", "any"
 
 
-class _Stacks(Pass[Any]):
+class _Stacks(Dataflow[Any]):
     """The dim of each value along which the equations so far are a map; None for what has none of it, or mixed."""
 
     enters = (CALLS - {"sharded_call"}) | {"scan", "while", "cond"}

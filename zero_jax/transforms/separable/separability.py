@@ -24,8 +24,8 @@ from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
-from zero_jax.transforms.batch_counts import CountedTrace, LossOnParts, OnPart
-from zero_jax.transforms.quotients import named_entry
+from zero_jax.transforms.separable.counts import CountedTrace, LossOnParts, OnPart
+from zero_jax.transforms.separable.quotients import named_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Passes over a jaxpr: what is known of each value, derived from what is known of the inputs."""
+"""Dataflow analysis of jaxprs: what is known of each value, derived from what is known of the inputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zero_jax.program.subcalls import Subcall, subcall
 V = TypeVar("V")
 
 
-class Pass(Generic[V]):
-    """Runs jaxprs on what is known of their values (`V`) in place of arrays.
+class Dataflow(Generic[V]):
+    """A dataflow analysis: runs jaxprs on what is known of their values (`V`) in place of arrays.
 
     A subclass says what is known of constants, of the results of operations, and of a value that is one of two.
 
@@ -62,11 +62,11 @@ class Pass(Generic[V]):
         return self.constant(atom) if is_literal(atom) else env[atom]
 
     def visit(self, eqn: Any, env: dict[Any, V]) -> Sequence[V]:
-        """Returns what is known of the results of an equation; a pass may first change what is known of its inputs."""
+        """Returns what is known of an equation's results; a subclass may first change what is known of its inputs."""
         return self.equation(eqn, [self.read(atom, env) for atom in eqn.invars])
 
     def equation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
-        """Returns what is known of the results of an equation: of the jaxprs in it, if the pass enters them."""
+        """Returns what is known of the results of an equation: of the jaxprs in it, if it enters them."""
         sub = subcall(eqn)
         if sub is None or sub.kind not in self.enters:
             return self.operation(eqn, operands)
@@ -89,7 +89,19 @@ class Pass(Generic[V]):
         return [*carry, *map(self.stack_of, results[sub.num_carry :])]
 
 
-class Dependence(Pass[frozenset[int]]):
+class Flags(Dataflow[bool]):
+    """Which values are of some kind, as no constant is, and a value that is either of two if one of them is."""
+
+    def constant(self, atom: Any) -> bool:
+        """Returns that a constant is not of the kind."""
+        return False
+
+    def join(self, first: bool, second: bool) -> bool:
+        """Returns whether one of two is of the kind."""
+        return first or second
+
+
+class Dependence(Dataflow[frozenset[int]]):
     """Which inputs each value is made of, by the numbers that these are marked with."""
 
     def constant(self, atom: Any) -> frozenset[int]:

@@ -13,8 +13,8 @@ from typing import Any
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import Dataflow, made_of
 from zero_jax.program.evaluation import once_each
-from zero_jax.program.passes import Pass, made_of
 
 # A linear operation on a quotient makes another quotient by the same divisor.
 _LINEAR = {name: known.linear for name, known in known_primitives().items() if known.linear}
@@ -50,7 +50,7 @@ class _Known:
     quotient: Quotient | None = None  # what it was divided by
 
 
-class Quotients(Pass[_Known]):
+class Quotients(Dataflow[_Known]):
     """Which values of an open jaxpr are quotients; its first inputs are params, the others the batch.
 
     Counts and divisors are variables of the jaxpr that makes them.

@@ -24,7 +24,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, inlining
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms.quotients import Quotients, named_entry, origin, without_duplicates
+from zero_jax.transforms.separable.quotients import Quotients, named_entry, origin, without_duplicates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,33 @@ def test_what_steps_of_collectives_rest_on_is_no_part_of_overlap(hardware, name)
     assert (name in wanted(device(hardware), has_many=False)) == (hardware == "v6e")
 
 
+@pytest.mark.parametrize("hardware", ["v4", "v5e"])
+def test_products_are_whole_without_overlap_too(hardware):
+    assert wanted(device(hardware)) == wanted(device(hardware), **OFF) != {}
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v4:2x2x4"])
+def test_gradients_beside_copies_are_made_by_one_product_on_older_tpus(topology):
+    """A reduce-scatter over one dim of the torus was a loop of products of a part of the columns each."""
+
+    def loss_fn(params, batch):
+        h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ x["up"]) @ x["down"], None), batch, params)
+        return jnp.square(h).mean()
+
+    def largest_window(**options):
+        config = zero.ZeroConfig(stage=3, compiler_options=options)
+        init_fn = lambda key: {"up": jnp.zeros((2, 4096, 16384)), "down": jnp.zeros((2, 16384, 4096))}  # noqa: E731
+        batch = jax.ShapeDtypeStruct((32, 2048, 4096), jnp.float32)
+        job = {"topology": topology, "replica": 2, "config": config, "quick": True, "cache": None}
+        plan = zero.plan(loss_fn, init_fn, optax.sgd(0.1), batch=batch, **job)
+        return max((row.full_bytes for row in plan.comms.rows if "windowed" in row.kind), default=0)
+
+    # What is left are edges of rows that the parts of a ring pass on.
+    assert largest_window() < 8e6 < 32e6 < largest_window(xla_jf_spmd_threshold_for_windowed_einsum_mib=None)
+
+
 def test_options_are_the_same_at_every_stage():
     name = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
     assert [name in wanted(device(hardware)) for hardware in ("v5p", "v6e", "tpu7x", "v5e")] == [1, 1, 0, 0]

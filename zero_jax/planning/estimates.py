@@ -388,8 +388,8 @@ class StepEstimate:
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
         gathered = traced.gathered_bytes(self.staying_share) if "params" in self.groups else 0.0
-        gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
-        return self.activation_bytes(traced) + gathered
+        # Beside gathered params are those of the next layer, or their gradients.
+        return self.activation_bytes(traced) + 2 * gathered
 
     def activation_bytes(self, traced: LossTrace) -> float:
         """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""

@@ -76,19 +76,23 @@ _SPARSE_CORE_COLLECTIVES = (
     _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
 )  # fmt: skip
+_WHOLE_PRODUCTS = _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
+                          "products with a gather or a scatter are not cut into windows, each bound by memory or "
+                          "by permutes")  # fmt: skip
 _SPARSE_CORE = (
     *_SPARSE_CORE_COLLECTIVES,
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
-    _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
-            "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
+    _WHOLE_PRODUCTS,
 )  # fmt: skip
 # A gather over a whole slice is native, as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
 # What the steps of collectives rest on (`sharding/spec.py`, `chains.py`), with `overlap` or without: else
-# reduce-scatters, and gathers of little, are all-reduces, which send twice as much.
+# reduce-scatters, and gathers of little, are all-reduces, which send twice as much, and on v4 and v5e part of the
+# reduce-scatters over a ring are loops of small products.
 _STEPS: Mapping[str, tuple[CompilerOption, ...]] = {
+    **dict.fromkeys(("v4", "v5e"), (_WHOLE_PRODUCTS,)),
     "v6e": (
         *_SPARSE_CORE_COLLECTIVES,
         _option("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,

@@ -38,6 +38,7 @@ from zero_jax.transforms.windows import (
     features_in_rows,
     heads_by_tiles,
     laid_out,
+    lookups_by_place,
     unsharded_windows,
     wants_rows,
 )

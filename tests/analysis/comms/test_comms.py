@@ -268,6 +268,11 @@ def test_a_wide_gather_beside_narrow_ones_is_named():
     assert "all-gather of 16.4 KB (f32) over data in the forward pass of 'w' (model.py:7)" in str(finding)
     only_wide = program(wide)
     assert not comms.measure(only_wide, mesh=mesh_of_4()).findings
+    # Gradients are summed in the dtype of the policy, float32 where a model casts its params by itself.
+    summed = wide.replace("all-gather(", "reduce-scatter(").replace("f32[64,64]", "f32[16,64]").replace("jvp()", STEP)
+    text = program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather=w)/x") + "\n" + summed)
+    assert {(row.kind, row.dtype) for row in comms.measure(text).rows} >= {("reduce-scatter", "f32")}
+    assert not comms.measure(text, mesh=mesh_of_4()).findings
 
 
 def test_a_param_that_is_gathered_more_often_than_others_is_named():
@@ -332,6 +337,12 @@ def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     for scope in ("gather=w", "sent_to_shards"):
         text = program(move.replace("OP", f"jit(step)/jvp({scope})/c"))
         assert not comms.measure(text, mesh=mesh_of_4()).findings
+    # In programs of several slices it has no name, but what it moves has one.
+    lookup = '%a = bf16[8,4,32] negate(%p), metadata={op_name="jit(step)/jvp(gather=w)/c"}'
+    nameless = move.replace("%a = bf16[8,4,32] negate(%p)", lookup).partition(', metadata={op_name="OP')[0]
+    (row,) = comms.measure(program(nameless), mesh=mesh_of_4()).rows
+    assert (row.kind, row.param) == ("all-to-all", "w")
+    assert not comms.measure(program(nameless), mesh=mesh_of_4()).findings
 
 
 def abstract(config, mesh, shapes):

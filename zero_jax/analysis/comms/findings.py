@@ -116,7 +116,9 @@ def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
     if not any(_NARROW & set(row.dtypes) for row in moved):
         return
     for row in moved:
-        if _WIDE & set(row.dtypes) and row.kind != "all-to-all":
+        # Gradients are summed in the dtype of the policy, which may be float32 where a model casts its params itself.
+        is_gather = row.kind.startswith("all-gather") or (row.kind == "all-reduce" and row.phase == "forward")
+        if _WIDE & set(row.dtypes) and is_gather:
             yield _finding("wide", row, "other params move in 16 bits: cast before the gather, not after", extra=0.5)
 
 

@@ -196,7 +196,9 @@ def read_rows(
         op_name = collective.op_name or phases.op_name_before(instruction)
         phase = phases.of(instruction, op_name)
         kind = _label(collective, phase, op_name)
-        param, is_named = names.of(collective, program, kind)
+        # In programs of several slices the rows of a lookup move without a name.
+        is_nameless = kind == "all-to-all" and not collective.op_name
+        param, is_named = names.of(collective, program, kind, op_name if is_nameless else collective.op_name)
         pairs = collective.source_target_pairs  # of a permute, in which some devices may have nothing to send
         senders = sum(source != target for source, target in pairs) / program.num_devices if pairs else 1.0
         rows.append(
@@ -311,9 +313,9 @@ class _ParamNames:
         self._by_dims = _paths_by_dims([(leaf.global_dims, path) for leaf, path in owned])
         self._by_shard_dims = _paths_by_dims([(leaf.dims, path) for leaf, path in owned])
 
-    def of(self, collective: Collective, program: Program, kind: str) -> tuple[str, bool]:
-        """Returns the path (or paths) that a collective moves, and whether it is certain."""
-        scope = gathered_path(collective.op_name)
+    def of(self, collective: Collective, program: Program, kind: str, op_name: str) -> tuple[str, bool]:
+        """Returns the path (or paths) that a collective of this name stack moves, and whether it is certain."""
+        scope = gathered_path(op_name)
         if scope is not None:
             return self._by_scope.get(scope, scope.replace(".", "/")), True
         names: list[str] = []

@@ -52,6 +52,7 @@ from zero_jax.transforms import (
     fuse_attention,
     gathered,
     heads_by_tiles,
+    lookups_by_place,
     rematerialize,
     resolve_remat,
     resolve_schedule,
@@ -102,9 +103,9 @@ class StepLoss:
     def fused(self) -> LossProgram:
         """The program, with its attention by fused kernels if the config asks for them.
 
-        Layers that will be stages are those of a scan in it.
+        Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
         """
-        placement, program = self.placement, self.program
+        placement, program = self.placement, lookups_by_place(self.program, mesh=self.placement.mesh)
         if placement.num_stages > 1:
             program = program.then(rolled).then(convolutions_as_products)
         if self.config.attention == "own":

@@ -1,0 +1,90 @@
+"""Lookups of one element of each row by a comparison of places: the same values and derivatives, and less memory."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import mesh_of
+
+import zero_jax as zero
+from zero_jax.transforms import lookups_by_place
+
+TPU = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="tpu")]))
+INDICES = np.array([[0, 6, -1, 7, -7, -8, 3]])  # the places of a row of 7, from both ends, and beyond
+
+
+def num_lookups(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args)).count("= gather[")
+
+
+def picked(rows, indices, axis, mode):
+    return jnp.take_along_axis(rows, jnp.expand_dims(indices, axis), axis=axis, mode=mode).squeeze(axis)
+
+
+def by_example(rows, indices, axis, mode):
+    """Looks up in each row by itself; a dynamic slice goes to the nearest place."""
+    del mode
+    pick = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
+    return jax.vmap(jax.vmap(pick))(jnp.moveaxis(rows, axis, -1), indices)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("num_examples", [1, 3])
+@pytest.mark.parametrize("look_up", [picked, by_example])
+def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, dtype):
+    rows = jax.random.normal(jax.random.key(0), (num_examples, 7, 7)).astype(dtype).at[0, 2, 2].set(jnp.inf)
+    indices = jnp.tile(INDICES, (num_examples, 1)) % (7 if mode == "promise_in_bounds" else 100)
+
+    def loss(rows, indices):
+        return jnp.sin(look_up(rows, indices, axis, mode).astype(jnp.float32)) * jnp.arange(7.0)
+
+    by_place = lookups_by_place(loss, mesh=TPU)
+    assert (num_lookups(loss, rows, indices), num_lookups(by_place, rows, indices)) == (1, 0)
+    of_each = [jax.vjp(lambda rows, fn=fn: fn(rows, indices), rows) for fn in (loss, by_place)]
+    (expected, expected_pullback), (found, pullback) = of_each
+    np.testing.assert_array_equal(found, expected)
+    cotangent = jnp.arange(1.0, 1 + found.size).reshape(found.shape)
+    np.testing.assert_array_equal(*(np.float32(pull(cotangent)[0]) for pull in (pullback, expected_pullback)))
+
+
+@pytest.mark.parametrize(
+    ("look_up", "mesh"),
+    [
+        (picked, None),  # other hardware
+        (lambda rows, indices, *_: rows[jnp.abs(indices)], TPU),  # rows of a table
+        (lambda rows, indices, *_: jnp.take_along_axis(rows, indices[:, None], axis=-1, mode="clip"), TPU),  # several
+        (lambda rows, indices, *_: picked(jnp.int32(rows), indices, -1, "clip"), TPU),  # no floats
+    ],
+)
+def test_other_lookups_stay_as_they_are(look_up, mesh):
+    def loss(rows, indices):
+        return look_up(rows, indices, -1, "clip").sum()
+
+    rows, indices = jnp.ones((3, 7, 7)), jnp.tile(INDICES, (3, 1))
+    assert num_lookups(lookups_by_place(loss, mesh=mesh or mesh_of("1")), rows, indices) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(3, 1), (1, 2)])
+def test_a_step_on_tpus_has_no_logits_in_float32(stage, num_microbatches):
+    """Neither where a loss is of all devices' examples, nor where it is of one at a time, as at stage 1."""
+    places, vocabulary = 1024, 16384
+
+    def loss_fn(params, batch):
+        logits = batch["x"] @ params["head"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+        return losses.mean(), {}
+
+    x = jax.ShapeDtypeStruct((4 * num_microbatches, places, 128), jnp.float32)
+    batch = {"x": x, "targets": jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)}
+    config = zero.ZeroConfig(stage=stage, num_microbatches=num_microbatches)
+    init_fn = lambda key: {"head": jnp.zeros((128, vocabulary))}  # noqa: E731
+    plan = zero.plan(loss_fn, init_fn, optax.sgd(0.1), batch=batch, topology="v5e:2x2", config=config, quick=True)
+    # The logits in bfloat16 and their gradient, which takes the same place, and a little for params.
+    assert plan.memory.heap_bytes < 1.7 * 2 * places * vocabulary

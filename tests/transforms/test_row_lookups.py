@@ -32,11 +32,17 @@ def by_example(rows, indices, axis, mode):
     return jax.vmap(jax.vmap(pick))(jnp.moveaxis(rows, axis, -1), indices)
 
 
+def numbered(rows, indices, axis, mode):
+    rows = jnp.moveaxis(rows, axis, -1)
+    examples, places = (jnp.arange(n) for n in rows.shape[:2])
+    return jax.jit(lambda x, i: x.at[examples[:, None], places, i].get(mode=mode))(rows, indices)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("num_examples", [1, 3])
-@pytest.mark.parametrize("look_up", [picked, by_example])
+@pytest.mark.parametrize("look_up", [picked, by_example, numbered])
 def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, dtype):
     rows = jax.random.normal(jax.random.key(0), (num_examples, 7, 7)).astype(dtype).at[0, 2, 2].set(jnp.inf)
     indices = jnp.tile(INDICES, (num_examples, 1)) % (7 if mode == "promise_in_bounds" else 100)
@@ -60,6 +66,11 @@ def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, 
         (lambda rows, indices, *_: rows[jnp.abs(indices)], TPU),  # rows of a table
         (lambda rows, indices, *_: jnp.take_along_axis(rows, indices[:, None], axis=-1, mode="clip"), TPU),  # several
         (lambda rows, indices, *_: picked(jnp.int32(rows), indices, -1, "clip"), TPU),  # no floats
+        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], indices % 7, jnp.arange(6, -1, -1)], TPU),  # backwards
+        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7), jnp.arange(7)], TPU),  # a diagonal
+        (lambda rows, indices, *_: rows[jnp.arange(2)[:, None], jnp.arange(7), indices[:2]], TPU),  # a part of the rows
+        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7) - 1, indices], TPU),  # other rows
+        (lambda rows, indices, *_: rows[jnp.arange(3), jnp.arange(7)[:, None], indices.T], TPU),  # in another order
     ],
 )
 def test_other_lookups_stay_as_they_are(look_up, mesh):
@@ -70,15 +81,27 @@ def test_other_lookups_stay_as_they_are(look_up, mesh):
     assert num_lookups(lookups_by_place(loss, mesh=mesh or mesh_of("1")), rows, indices) == 1
 
 
+def numbered_loss(logits, targets):
+    examples, places = (jnp.arange(n) for n in targets.shape)
+    return -jax.nn.log_softmax(logits)[examples[:, None], places, targets]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "num_microbatches"), [(3, 1), (1, 2)])
-def test_a_step_on_tpus_has_no_logits_in_float32(stage, num_microbatches):
+@pytest.mark.parametrize(
+    ("stage", "num_microbatches", "losses_of"),
+    [
+        (3, 1, optax.softmax_cross_entropy_with_integer_labels),
+        (1, 2, optax.softmax_cross_entropy_with_integer_labels),
+        (3, 1, numbered_loss),
+    ],
+)
+def test_a_step_on_tpus_has_no_logits_in_float32(stage, num_microbatches, losses_of):
     """Neither where a loss is of all devices' examples, nor where it is of one at a time, as at stage 1."""
     places, vocabulary = 1024, 16384
 
     def loss_fn(params, batch):
         logits = batch["x"] @ params["head"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+        losses = losses_of(logits.astype(jnp.float32), batch["targets"])
         return losses.mean(), {}
 
     x = jax.ShapeDtypeStruct((4 * num_microbatches, places, 128), jnp.float32)

@@ -30,6 +30,7 @@ from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
+from zero_jax.transforms.row_lookups import lookups_by_place
 from zero_jax.transforms.separable.counts import CountedProgram, weight_alone
 from zero_jax.transforms.separable.separability import BatchParts, Separability, separability
 from zero_jax.transforms.separable.weights import PartWeight, with_weight
@@ -38,7 +39,6 @@ from zero_jax.transforms.windows import (
     features_in_rows,
     heads_by_tiles,
     laid_out,
-    lookups_by_place,
     unsharded_windows,
     wants_rows,
 )

@@ -1,4 +1,4 @@
-"""What XLA partitions wrongly or lays out badly: windows, writes, mapped convolutions, and on TPUs heads and lookups.
+"""Operations that XLA partitions wrongly, or lays out badly: windows, writes, mapped convolutions, and heads on TPUs.
 
 Max-pooling has a wrong gradient along every sharded dim: that of the examples, of a sequence over `model`, of a param.
 So has a write to one place of a sharded dim, as `x.at[:, 3].set(0.0)` to features over `model`.
@@ -11,10 +11,6 @@ Attention's kernel on TPUs takes queries, keys and values head by head, `[B, N, 
 sequence along its lanes. In terms of tiles, 8 places by 128 features, heads are another order of the same tiles. So
 each such reshape is written as one to tiles, a transposition of these, and one back.
 
-A lookup of one element of each row, as of the target's logit, reads an array in memory: XLA:TPU writes all logits in
-float32 for it, twice the bytes of those in bfloat16. Its gradient is a scatter where there is one example, to another
-such array. So it is written as a comparison of places with the index, which is fused with the sums beside it.
-
 Features `[B, T, F]` that a product with a weight makes are laid out in rows, along their last dim, and so are their
 cotangents. XLA:TPU would choose columns for the backward pass, where the gradients of weights are sums over the
 sequence, and copy what blocks have kept from one to the other; a product takes as long with either.
@@ -23,7 +19,6 @@ sequence, and copy what blocks have kept from one to the other; a product takes 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,51 +212,6 @@ def _merged(x: jax.Array, *shape: int) -> jax.Array:
     *before, places, num_heads, size = shape
     tiles = jax.numpy.swapaxes(x, -2, -3).reshape(*before, num_heads, places // _PLACES, _PLACES, size)
     return jax.numpy.moveaxis(tiles, -4, -2).reshape(*before, places, num_heads * size)
-
-
-def lookups_by_place(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
-    """Transforms `loss_fn(params, batch, ...)` so that TPUs need no array in memory to look up an element of each row.
-
-    The result computes the same values and has the same derivatives. Only lookups of floats change, one in each row, as
-    `jnp.take_along_axis` makes them of targets.
-    """
-    program = LossProgram.of(loss_fn)
-    is_tpu = mesh.devices.flat[0].platform == "tpu"
-    return program.then(lambda traced: traced.rewritten(_Lookups().rewritten(traced.closed))) if is_tpu else program
-
-
-class _Lookups(Rewriting):
-    """Evaluates equations, lookups of one element of each row as sums over the rows, of 0 but for that element."""
-
-    def changes(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "gather" and _is_of_rows(eqn)
-
-    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        rows, indices = values
-        (dim,), mode = eqn.params["dimension_numbers"].start_index_map, eqn.params["mode"]
-        # An index as large as the last place, at least: of a smaller type it would wrap.
-        index = indices.astype(jax.numpy.promote_types(indices.dtype, "int32"))
-        index, last = index.reshape(*rows.shape[:dim], 1, *rows.shape[dim + 1 :]), rows.shape[dim] - 1
-        with source_context(eqn):
-            places = lax.expand_dims(lax.iota(index.dtype, last + 1), [i for i in range(rows.ndim) if i != dim])
-            clipped = jax.numpy.clip(index, 0, last)
-            found = jax.numpy.where(places == clipped, rows, 0).sum(dim, keepdims=True)
-            if mode == lax.GatherScatterMode.FILL_OR_DROP:
-                fill = eqn.params["fill_value"]
-                found = jax.numpy.where(index == clipped, found, jax.numpy.nan if fill is None else fill)
-            return [found.astype(rows.dtype).reshape(eqn.outvars[0].aval.shape)]
-
-
-def _is_of_rows(eqn: Any) -> bool:
-    """Returns whether a lookup takes one float of each row of an array, in the order of the rows."""
-    (array, indices), numbers = (x.aval for x in eqn.invars), eqn.params["dimension_numbers"]
-    dims, of_indices = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    others = [size for dim, size in enumerate(array.shape) if dim not in (*dims, *numbers.start_index_map)]
-    is_one = len(numbers.start_index_map) == 1 and set(eqn.params["slice_sizes"]) == {1}
-    is_ordered = [*dims] == sorted(dims) and [*of_indices] == sorted(of_indices)
-    num_rows = math.prod(array.shape[dim] for dim in dims)
-    is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
-    return bool(dims) and is_one and is_ordered and is_float and set(others) <= {1} and indices.size == num_rows
 
 
 # The hardware where rows pay: 1% of a step on v5p and TPU7x, 3% to 8% on v6e. On v5e they cost up to 1%.

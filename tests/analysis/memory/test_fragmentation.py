@@ -111,7 +111,7 @@ def test_the_heap_of_a_tpu_program(tmp_path):
     assert 1 <= report.fragmentation < 1.3
     assert report.layout.live_bytes <= report.allocated_bytes <= report.temp_bytes
     # Logits of 2 x 512 x 8192 in bf16 are kept; the four residual streams of 1 MiB partly lie on the chip.
-    assert 16 * 2**20 <= report.residual_bytes < 0.5 * report.live_peak_bytes
+    assert 16 * 2**20 <= report.residual_bytes < 0.6 * report.live_peak_bytes
 
 
 @pytest.mark.slow

@@ -103,18 +103,20 @@ class _Lookups(Rewriting):
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         (rows, indices), mode = values, eqn.params["mode"]
-        dim, column = _row_lookup(eqn, self.places.get(id(eqn))) or (0, 0)
+        found = _row_lookup(eqn, self.places.get(id(eqn)))
+        assert found is not None  # `changes` says so
+        dim, column = found
         # An index as large as the last place, at least: of a smaller type it would wrap.
         index = indices[..., column].astype(jnp.promote_types(indices.dtype, "int32"))
         index, last = index.reshape(*rows.shape[:dim], 1, *rows.shape[dim + 1 :]), rows.shape[dim] - 1
         with source_context(eqn):
             places = lax.expand_dims(lax.iota(index.dtype, last + 1), [i for i in range(rows.ndim) if i != dim])
             clipped = jnp.clip(index, 0, last)
-            found = jnp.where(places == clipped, rows, 0).sum(dim, keepdims=True)
+            element = jnp.where(places == clipped, rows, 0).sum(dim, keepdims=True)
             if mode == lax.GatherScatterMode.FILL_OR_DROP:
                 fill = eqn.params["fill_value"]
-                found = jnp.where(index == clipped, found, jnp.nan if fill is None else fill)
-            return [found.astype(rows.dtype).reshape(eqn.outvars[0].aval.shape)]
+                element = jnp.where(index == clipped, element, jnp.nan if fill is None else fill)
+            return [element.astype(rows.dtype).reshape(eqn.outvars[0].aval.shape)]
 
 
 def _row_lookup(eqn: Any, known: _Known) -> tuple[int, int] | None:

@@ -64,10 +64,8 @@ def train(options: argparse.Namespace) -> int:
                 model = import_own_model(own)
             assert model is not None
             run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-            with (
-                hold(run.folder),
-                discarding(run.folder, is_new=run.has_new_folder),
-            ):  # in all processes, which agree on it
+            # In all processes, which agree on it.
+            with hold(run.folder), discarding(run.folder, is_new=run.has_new_folder):
                 if place.is_first:
                     save_options(run, options, log=log)
         is_begun = True

@@ -117,7 +117,7 @@ def _batch(args: Any, dims: Any, *, forward: Chain, backward: Chain) -> tuple[An
 
 
 reshard_p.def_abstract_eval(lambda x, **_: x)
-reshard_p.def_impl(lambda x, **chains: jax.jit(_apply_chain, static_argnames=("forward", "backward"))(x, **chains))
+reshard_p.def_impl(jax.jit(_apply_chain, static_argnames=("forward", "backward")))
 define_tangents(reshard_p, _result, _tangent)
 ad.primitive_transposes[reshard_p] = _transpose
 batching.primitive_batchers[reshard_p] = _batch

@@ -334,8 +334,10 @@ def _target_config(hardware: Hardware) -> str:
 def hardware_of(device: Any) -> Hardware | None:
     """Returns the figures of a device, real or compile-only, or None if they are not known."""
     kind = device.device_kind
-    exact = [known for known in HARDWARE.values() if known.device_kind == kind]
-    # Boards have longer names, as "NVIDIA B300 SXM6 AC". A part of a GPU (MIG) has other figures.
-    boards = [known for known in HARDWARE.values() if known.platform == "cuda" and " MIG " not in kind]
-    boards = [known for known in boards if kind.startswith(f"{known.device_kind} ")]
-    return next(iter(exact + boards), None)
+
+    def is_known_as(known: Hardware) -> bool:
+        # Boards have longer names, as "NVIDIA B300 SXM6 AC". A part of a GPU (MIG) has other figures.
+        is_board = known.platform == "cuda" and kind.startswith(f"{known.device_kind} ") and " MIG " not in kind
+        return kind == known.device_kind or is_board
+
+    return next(filter(is_known_as, HARDWARE.values()), None)

@@ -19,13 +19,13 @@ from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, r
 from zero_jax.trainer.reporting.trackers import TrackedRun, Tracker
 from zero_jax.trainer.result import TrainResult
 from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import TITLE, discarding, hold
+from zero_jax.trainer.run_folder import CONFIG_TITLE, discarding, hold
 from zero_jax.trainer.trainer import Trainer
 
 __all__ = [
+    "CONFIG_TITLE",
     "EXIT_STATUS",
     "TEXT_FIELDS",
-    "TITLE",
     "X_LABELS",
     "Callback",
     "Evaluation",

@@ -20,7 +20,7 @@ from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
-TITLE = "the options of this run that are set"  # with which a run's config.toml begins
+CONFIG_TITLE = "the options of this run that are set"  # with which a run's config.toml begins
 _CONFIG = "config.json"
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
 

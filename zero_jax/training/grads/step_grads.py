@@ -212,6 +212,8 @@ class _ScaledLoss:
     def explain(self, error: Exception) -> None:
         """Adds a note to an error of a loss function that takes the whole batch, and no microbatch."""
         (variables, batch, key), k = self.arguments, self.loss.config.num_microbatches
+        if k == 1 or self.placement.num_stages > 1:  # a pipeline's own error says so
+            return
 
         def takes(batch: PyTree) -> bool:
             try:
@@ -221,8 +223,7 @@ class _ScaledLoss:
             return True
 
         part = shapes_of_part(batch, k)
-        # A pipeline's own error says so.
-        if self.placement.num_stages > 1 or takes(part) or not takes(batch):
+        if takes(part) or not takes(batch):
             return
         size, of_part = (max(x.shape[0] for x in jax.tree.leaves(tree) if x.shape) for tree in (batch, part))
         error.add_note(

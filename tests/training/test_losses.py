@@ -22,8 +22,9 @@ chunked = losses.softmax_cross_entropy_with_integer_labels
 FEATURES = 16
 
 
-def whole(hidden, head, labels, where=None):
+def whole(hidden, head, labels, where=None, soft_cap=None):
     logits = (hidden @ head).astype(jnp.float32)
+    logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
     losses_ = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses_ if where is None else jnp.where(where, losses_, 0.0)
 
@@ -65,6 +66,14 @@ def test_large_and_small_logits(scale):
     got = values_and_grads(functools.partial(chunked, mesh=None, chunk_size=7), *args)
     assert np.isfinite(got[0]).all()
     assert_close(got, values_and_grads(whole, *args))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 3.0])
+def test_a_soft_cap(scale):
+    """The last chunk repeats logits of the one before, whose slope is none."""
+    args = arrays((4, 6), 40, scale=scale)
+    got = values_and_grads(functools.partial(chunked, mesh=None, chunk_size=7, soft_cap=3.0), *args)
+    assert_close(got, values_and_grads(functools.partial(whole, soft_cap=3.0), *args))
 
 
 def test_bfloat16_is_summed_in_float32():
@@ -227,6 +236,7 @@ def test_the_reference_models_take_it(make):
         ({"hidden": np.ones((4, 6, FEATURES), int)}, "hidden is int"),
         ({"chunk_size": 0}, "not a positive integer"),
         ({"chunk_size": 2.5}, "not a positive integer"),
+        ({"soft_cap": 0.0}, "not a positive number"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, match):

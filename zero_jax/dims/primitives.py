@@ -319,7 +319,8 @@ _TABLE: dict[str, Primitive] = {
     # The same values: with another name, in another place, or in another dtype.
     **_each("copy name stop_gradient", "copy", _as_they_are, linear="first"),
     **_each(
-        "device_put optimization_barrier pvary reshard sharding_constraint zero_order zero_reshard zero_rows",
+        "device_put optimization_barrier pvary reshard sharding_constraint zero_order zero_reshard zero_rows "
+        "zero_scattered",
         "place",
         _as_they_are,
     ),

@@ -27,7 +27,7 @@ from zero_jax.models.sampling import generate_tokens
 Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
-TokenLosses = Callable[[Array, Array, Array], Array]
+TokenLosses = Callable[..., Array]
 PlaceFn = Callable[[Array, str], Array]
 Attend = Callable[..., Array]
 Losses = dict[str, Array]  # of experts, `[B]` of each kind; empty without any
@@ -324,7 +324,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
 def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at each position, in the params' dtype."""
     logits_BTV = hidden(config, params, tokens_BT, segments_BT)[0] @ _head(config, params)
-    return _capped(config, logits_BTV)
+    return _capped(logits_BTV, config.logits_soft_cap)
 
 
 def generate(config: DecoderConfig, params: Params, prompt_T: Array, key: Array, **settings: Any) -> Array:
@@ -337,14 +337,13 @@ def _head(config: DecoderConfig, params: Params) -> Array:
     return params["embed"].T if config.tie_embedding else params["head"]
 
 
-def _capped(config: DecoderConfig, logits: Array) -> Array:
-    cap = config.logits_soft_cap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+def _capped(logits: Array, soft_cap: float | None) -> Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
+def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array, *, soft_cap: float | None = None) -> Array:
     """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
-    logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
+    logits_BTV = _capped((hidden_BTD @ head_DV).astype(jnp.float32), soft_cap)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 
 
@@ -360,18 +359,10 @@ def loss_fn(
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
     `segments`, which document each input belongs to. `place` and `attend` are as for `hidden`;
     `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32: a function that makes the
-    logits in parts saves the memory of the whole, but raises `ValueError` where the logits have a soft cap.
+    logits in parts saves the memory of the whole. Where logits have a soft cap, it is called with `soft_cap=` as well.
     """
-    if config.logits_soft_cap is not None and token_losses is not whole_logits:
-        raise ValueError(
-            f"logits_soft_cap={config.logits_soft_cap} needs all logits at once: leave out token_losses (loss_chunk)"
-        )
-
-    def of_tokens(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
-        if config.logits_soft_cap is None:
-            return token_losses(hidden_BTD, head_DV, targets_BT)
-        log_probs_BTV = jax.nn.log_softmax(_capped(config, (hidden_BTD @ head_DV).astype(jnp.float32)))
-        return -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    cap = config.logits_soft_cap
+    of_tokens = token_losses if cap is None else functools.partial(token_losses, soft_cap=cap)
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
         hooks, weights_BT = Hooks(batch.get("segments"), place, attend), batch.get("weights")

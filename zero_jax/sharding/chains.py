@@ -40,6 +40,7 @@ from zero_jax.sharding.spec import (
     num_shards,
     places_of,
     scatter_steps,
+    steps_by_dim,
 )
 
 # `reshard` is linear: it moves an array through a chain of shardings, and its transpose moves the cotangent through
@@ -124,6 +125,22 @@ batching.primitive_batchers[reshard_p] = _batch
 mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=False))
 
 
+def scattered(x: jax.Array, *, dim: int) -> jax.Array:
+    """Marks an array whose cotangents are summed across devices already, to shards of a dim over all of `data`.
+
+    The value is the array itself; where it is a param, its gradient needs no reduce-scatter, but an all-to-all.
+    """
+    return scattered_p.bind(x, dim=dim)
+
+
+scattered_p = jex_core.Primitive("zero_scattered")
+scattered_p.def_abstract_eval(lambda x, **_: x)
+scattered_p.def_impl(lambda x, **_: x)
+ad.deflinear2(scattered_p, lambda cotangent, *_, **__: [cotangent])
+batching.primitive_batchers[scattered_p] = lambda args, dims, **_: (args[0], dims[0])  # each has cotangents of its own
+mlir.register_lowering(scattered_p, lambda _, x, **__: [x])
+
+
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
 # multiple of the second (docs/gather_on_use.md).
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
@@ -172,6 +189,12 @@ def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Named
         return tuple(named(mesh, step) for step in gather_steps(dims, axes, mesh))
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
     return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes, fine))
+
+
+def moving(mesh: Mesh, dims: Dims, dim: int, axes: Sequence[str]) -> Chain:
+    """Returns the constraints that bring a gradient from shards of `dim` over `axes` to `dims`, by all-to-alls."""
+    steps = [dims, *steps_by_dim(dims, dim, axes)]
+    return Chain(tuple(named(mesh, step) for step in reversed(steps)))
 
 
 def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int = 0) -> tuple[NamedSharding, ...]:

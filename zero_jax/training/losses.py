@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.sharding.chains import scatter_shardings
+from zero_jax.sharding.chains import scatter_shardings, scattered
 from zero_jax.sharding.mesh import axes_of, axis_size
 from zero_jax.sharding.spec import dims_of, named_along
 
@@ -35,6 +35,7 @@ def softmax_cross_entropy_with_integer_labels(
     labels: Array,
     *,
     where: Array | None = None,
+    soft_cap: float | None = None,
     mesh: Mesh | None,
     chunk_size: int = CHUNK_SIZE,
     data_axes: Sequence[str] | None = None,
@@ -51,6 +52,7 @@ def softmax_cross_entropy_with_integer_labels(
       head: The output weights, `[features, vocabulary]`; for a tied table `[vocabulary, features]` pass `table.T`.
       labels: The target tokens, integers `[...]` between 0 and the size of the vocabulary.
       where: Which losses to compute, bool `[...]`; the others are 0. None: all.
+      soft_cap: Logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2); None: they stay as they are.
       mesh: The mesh of the train step, so that each chunk of the head's gradient is reduced to shards once, and a head
         that is sharded by vocabulary over `model` stays so. None is for one device: by default XLA gathers and sums
         the full gradient for every chunk.
@@ -62,7 +64,7 @@ def softmax_cross_entropy_with_integer_labels(
       The losses in nats, float32 `[...]`.
 
     Raises:
-      ValueError: Shapes or dtypes that do not fit, or a chunk size below 1.
+      ValueError: Shapes or dtypes that do not fit, a chunk size below 1, or a soft cap that is not positive.
 
     Example:
       >>> hidden, head, labels = jnp.ones((2, 8, 16)), jnp.ones((16, 64)), jnp.zeros((2, 8), jnp.int32)
@@ -71,6 +73,8 @@ def softmax_cross_entropy_with_integer_labels(
     """
     hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
     _check(hidden, head, labels, where, chunk_size)
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap={soft_cap!r} is not a positive number: give the model's, such as 30.0, or None")
     num_blocks, shardings = 1, ()
     if mesh is not None:
         axes = axes_of(mesh, data=data_axes)
@@ -83,7 +87,10 @@ def softmax_cross_entropy_with_integer_labels(
         block_size=head.shape[1] // num_blocks,
         size=min(math.ceil(chunk_size / num_blocks), head.shape[1] // num_blocks),
         shardings=shardings,
+        soft_cap=soft_cap,
     )
+    if shardings and any(dims_of(shardings[-1], 3)):
+        head = scattered(head, dim=0)
     losses: Any = _losses(chunks, hidden, head, labels)
     return losses if where is None else jnp.where(where, losses, 0.0)
 
@@ -100,6 +107,7 @@ class _Chunks:
     block_size: int
     size: int  # of a chunk, in each block
     shardings: tuple[NamedSharding, ...]  # of the steps that reduce a chunk of the gradient
+    soft_cap: float | None
 
     @property
     def num_chunks(self) -> int:
@@ -113,15 +121,18 @@ class _Chunks:
         """Returns the head as `[features, blocks, block]`."""
         return head.reshape(self.num_features, self.num_blocks, self.block_size)
 
-    def logits(self, hidden: Array, blocks: Array, index: Array) -> tuple[Array, Array, Array]:
-        """Returns a chunk of the head, its logits `[..., blocks, size]`, and the tokens that they are of."""
+    def logits(self, hidden: Array, blocks: Array, index: Array) -> tuple[Array, Array, Array, Array]:
+        """Returns a chunk of the head, its logits `[..., blocks, size]`, their tokens, and the slopes of the cap."""
         start = self.start(index)
         chunk = lax.dynamic_slice_in_dim(blocks, start, self.size, axis=2)
         logits = jnp.einsum("...d,dbv->...bv", hidden, chunk, preferred_element_type=jnp.float32)
+        share = jnp.zeros(()) if self.soft_cap is None else jnp.tanh(logits / self.soft_cap)
+        logits = logits if self.soft_cap is None else self.soft_cap * share
         place = start + jnp.arange(self.size)
         tokens = jnp.arange(self.num_blocks)[:, None] * self.block_size + place
         is_repeated = place < index * self.size  # by the chunk before
-        return chunk, jnp.where(is_repeated, -jnp.inf, logits), jnp.where(is_repeated, _NO_TOKEN, tokens)
+        logits, tokens = jnp.where(is_repeated, -jnp.inf, logits), jnp.where(is_repeated, _NO_TOKEN, tokens)
+        return chunk, logits, tokens, (1 + share) * (1 - share)
 
     def placed(self, grad: Array) -> Array:
         """Reduces a chunk of the head's gradient across devices, but over axes that a `jax.shard_map` has mapped."""
@@ -163,7 +174,7 @@ def _forward(chunks: _Chunks, hidden: Array, head: Array, labels: Array) -> tupl
 
     def body(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], None]:
         largest, total, label_logits = carry
-        _, logits, tokens = chunks.logits(hidden, blocks, index)
+        _, logits, tokens, _ = chunks.logits(hidden, blocks, index)
         new = jnp.maximum(largest, logits.max(-1))
         total = total * jnp.exp(largest - new) + jnp.exp(logits - new[..., None]).sum(-1)
         hits = tokens == labels[..., None, None]
@@ -185,10 +196,10 @@ def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array,
 
     def body(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
         grad_hidden, grad_blocks = carry
-        chunk, logits, tokens = chunks.logits(hidden, blocks, index)
+        chunk, logits, tokens, slopes = chunks.logits(hidden, blocks, index)
         probabilities = jnp.exp(logits - log_normalizers[..., None, None])
         errors = jnp.where(tokens == labels[..., None, None], probabilities - 1, probabilities)
-        errors = (errors * cotangent[..., None, None]).astype(jnp.result_type(hidden, head))
+        errors = (errors * slopes * cotangent[..., None, None]).astype(jnp.result_type(hidden, head))
         grad_hidden += jnp.einsum("...bv,dbv->...d", errors, chunk, preferred_element_type=jnp.float32)
         # In the head's dtype, because that is also the dtype in which it is summed across devices.
         grad_chunk = jnp.einsum("...d,...bv->dbv", hidden, errors, preferred_element_type=head.dtype)

@@ -157,8 +157,6 @@ def loss_function(config: ModelConfig, activations: ActivationConfig) -> Callabl
     """Returns the loss function, a `MeshLoss` if its activations depend on the mesh."""
     if activations == ActivationConfig():
         return _MODULES[type(config)].loss_fn(config, attend=attend)
-    if activations.loss_chunk is not None:  # refused here rather than on the mesh, if the model has no logits in parts
-        _MODULES[type(config)].loss_fn(config, token_losses=softmax_cross_entropy_with_integer_labels)
     return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float
 from zero_jax.program.walk import Deferred, as_it_is
-from zero_jax.sharding.chains import RELATIVE, Chain, gather_scope, gather_shardings, reshard, scattering
+from zero_jax.sharding.chains import RELATIVE, Chain, gather_scope, gather_shardings, moving, reshard, scattering
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks_of
@@ -38,7 +38,8 @@ class Lazy(Deferred):
     `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
     `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `formats` are what
     it is gathered in and its gradient sent in. `on_host` says that `build` fetches it from host memory first.
-    `is_gathered` says that it was gathered before a loop: `dims` are those of its gradient alone.
+    `is_gathered` says that it was gathered before a loop: `dims` are those of its gradient alone. Along a
+    `scattered_dim` its gradient arrives in shards, which are summed across devices.
     """
 
     roots: tuple[Any, ...]
@@ -51,6 +52,7 @@ class Lazy(Deferred):
     formats: Formats = PLAIN
     on_host: bool = False
     is_gathered: bool = False
+    scattered_dim: int | None = None
 
     params_only: ClassVar[bool] = True
 
@@ -66,7 +68,8 @@ class Lazy(Deferred):
     @property
     def key(self) -> Hashable:
         """What is done with it, whatever its arrays."""
-        return self.build, self.aval, self.path, self.dims, self.depth, self.cast, self.formats, self.is_gathered
+        of_gradient = self.formats, self.is_gathered, self.scattered_dim
+        return self.build, self.aval, self.path, self.dims, self.depth, self.cast, *of_gradient
 
     @property
     def is_shard(self) -> bool:
@@ -269,6 +272,10 @@ def gathered_array(options: GatherOptions, value: Lazy | Value, *, dtype: Any = 
         with gather_scope(value.path):
             array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())
             array = _summed(options, value, array)
+    elif value.is_shard and value.scattered_dim is not None:
+        backward = moving(options.mesh, value.shard, value.scattered_dim, options.axes.data)
+        with gather_scope(value.path):
+            array = reshard(array, forward=gathering(options, value, array.shape), backward=backward)
     elif value.is_shard:  # the cotangent goes the way of a reduce-scatter, in steps that XLA:TPU has natively
         backward = scattering(
             options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype

@@ -17,7 +17,7 @@ from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contracti
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
-from zero_jax.sharding.chains import Chain, gather_scope, params_scope, reshard, reshard_p
+from zero_jax.sharding.chains import Chain, gather_scope, params_scope, reshard, reshard_p, scattered_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
@@ -180,6 +180,8 @@ class GatherWalk(Walk[GatherFrame]):
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
         if (widened := defer_cast(eqn, values)) is not None:
             return [widened]
+        if eqn.primitive is scattered_p:
+            return [dataclasses.replace(value, scattered_dim=eqn.params["dim"]) for value in values]
         inner = jaxprs.inner_jaxprs(eqn)
         if self.options.conv_batch:
             refuse_convolution(eqn)

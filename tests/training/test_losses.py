@@ -190,6 +190,29 @@ def test_train_steps_equal_those_of_whole_logits(stage, num_microbatches):
     assert_close(after(functools.partial(language_loss, mesh=mesh)), after(reference))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        ({"data_layout": (2, 2, 2)}, None),
+        ({"data": 4, "model": 2}, "model"),
+        ({"data_layout": (2, 2), "model": 2}, "model"),
+    ],
+)
+def test_gradients_move_to_the_shards_of_the_head(axes, spec, tied, stage):
+    """From shards of features, over one axis or several, beside a model that shards the vocabulary."""
+    mesh = zero.make_mesh(devices=jax.devices(), **axes)
+    tables = {"embed": PartitionSpec(spec, None), "w": PartitionSpec()}
+    specs = tables if tied else tables | {"head": PartitionSpec(None, spec)}
+    config = zero.ZeroConfig(stage=stage, min_shard_size=0, param_specs=specs)
+    tokens = np.random.default_rng(6).integers(0, 64, (16, 6), dtype=np.int32)
+    state = zero.init_state(params(64, tied), optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(functools.partial(language_loss, mesh=mesh), optax.sgd(0.1), mesh=mesh, config=config)
+    expected = jax.value_and_grad(functools.partial(language_loss, mesh=None))(params(64, tied), tokens)
+    assert_close(step.grads(state, tokens), expected)
+
+
 def test_gradients_within_copies_of_a_secondary_shard():
     """The loss is mapped over the copies by `jax.shard_map`, within which their axis shards nothing."""
     mesh = zero.make_mesh(devices=jax.devices(), data_layout=(4, 2))

@@ -136,13 +136,15 @@ class _Chunks:
 
     def placed(self, grad: Array) -> Array:
         """Reduces a chunk of the head's gradient across devices, but over axes that a `jax.shard_map` has mapped."""
-        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        mapped, shape = jax.sharding.get_abstract_mesh().manual_axes, grad.shape
+        if self.num_blocks == 1:  # over some dims of a torus XLA:TPU reduce-scatters matrices alone
+            grad = grad.reshape(self.num_features, -1)
         for sharding in self.shardings:
-            axes = dims_of(sharding, grad.ndim)[0]
+            axes = dims_of(sharding, len(shape))[0]
             left = tuple(axis for axis in axes if axis not in mapped)
             if left or not axes:
                 grad = _pin(named_along(sharding.mesh, grad.ndim, {0: left}), grad)
-        return grad
+        return grad.reshape(shape)
 
 
 def _grad_shardings(mesh: Mesh, data: Sequence[str], *, num_features: int) -> tuple[NamedSharding, ...]:
@@ -200,7 +202,7 @@ def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array,
         probabilities = jnp.exp(logits - log_normalizers[..., None, None])
         errors = jnp.where(tokens == labels[..., None, None], probabilities - 1, probabilities)
         errors = (errors * slopes * cotangent[..., None, None]).astype(jnp.result_type(hidden, head))
-        grad_hidden += jnp.einsum("...bv,dbv->...d", errors, chunk, preferred_element_type=jnp.float32)
+        grad_hidden += jnp.einsum("...bv,dbv->b...d", errors, chunk, preferred_element_type=jnp.float32)
         # In the head's dtype, because that is also the dtype in which it is summed across devices.
         grad_chunk = jnp.einsum("...d,...bv->dbv", hidden, errors, preferred_element_type=head.dtype)
         grad_chunk = chunks.placed(grad_chunk)
@@ -208,10 +210,12 @@ def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array,
         grad_blocks = lax.dynamic_update_slice_in_dim(grad_blocks, grad_chunk, chunks.start(index), axis=2)
         return (grad_hidden, grad_blocks), None
 
-    start = (jnp.zeros(hidden.shape, jnp.float32), chunks.placed(jnp.zeros(blocks.shape, head.dtype)))
+    # As in the forward pass, per block: what blocks on several devices have is summed once.
+    zeros = jnp.zeros((chunks.num_blocks, *hidden.shape), jnp.float32)
+    start = (zeros, chunks.placed(jnp.zeros(blocks.shape, head.dtype)))
     order = jnp.arange(chunks.num_chunks)
     (grad_hidden, grad_blocks), _ = lax.scan(body, start, order, reverse=True)
-    return grad_hidden.astype(hidden.dtype), grad_blocks.reshape(head.shape), None
+    return grad_hidden.sum(0).astype(hidden.dtype), grad_blocks.reshape(head.shape), None
 
 
 _losses.defvjp(_forward, _backward)

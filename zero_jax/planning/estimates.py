@@ -33,6 +33,7 @@ from zero_jax.training import (
     StepLoss,
     ZeroConfig,
     abstract_state,
+    num_whole_params,
     pipeline_report,
     share_staying,
     step_options,
@@ -287,9 +288,9 @@ class StepEstimate:
         self.num_param_shards = self.num_shards / copies if "params" in self.groups else 1
         # Before they are summed over copies of the params; one by one, or only when all microbatches are summed.
         num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
-        scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
+        self.scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
         # The part of the gradients that a device keeps when they are reduced.
-        self.grad_share = 1 / num_grad_shards if scatters else 1
+        self.grad_share = 1 / num_grad_shards if self.scatters else 1
         narrow = 0.0 if self.k > 1 and self.adds_in_place else self.sizes.grad_bytes
         # With their float32 sums over microbatches.
         self.grad_bytes = self.num_params * (narrow + _SUM_BYTES * (self.k > 1)) * self.grad_share
@@ -387,9 +388,8 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        gathered = traced.gathered_bytes(self.staying_share) if "params" in self.groups else 0.0
-        # Beside gathered params are those of the next layer, or their gradients.
-        return self.activation_bytes(traced) + 2 * gathered
+        num_whole = num_whole_params("params" in self.groups, scatters=self.scatters and self.grad_share < 1)
+        return self.activation_bytes(traced) + num_whole * traced.gathered_bytes(self.staying_share)
 
     def activation_bytes(self, traced: LossTrace) -> float:
         """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""

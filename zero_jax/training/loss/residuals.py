@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zero_jax.core.tree import PyTree, shard_bytes
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.training.loss.trace import share_staying, trace_step_loss
+from zero_jax.training.loss.trace import num_whole_params, share_staying, trace_step_loss
 from zero_jax.training.state.placement import Placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, choose_values, resolve_remat
@@ -67,9 +67,9 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     # By a step whose blocks keep their inputs alone, without these: what is chosen from is all that is kept.
     traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
     inputs = sum(block.input_bytes for block in costs)
-    # Beside the params of a layer those of the next are gathered, but no experts that activations go to.
-    staying = share_staying(loss.placement, traced.moves)
-    gathered = 2 * traced.gathered_bytes(staying) if "params" in loss.placement.groups else 0.0
+    # But no experts that activations go to.
+    gathered = traced.gathered_bytes(share_staying(loss.placement, traced.moves))
+    gathered *= num_whole_params("params" in loss.placement.groups, scatters=_scatters(loss))
     taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:
@@ -87,12 +87,16 @@ def _state_bytes(state: TrainState, placement: Placement) -> float:
     return sum(shard_bytes(x, sharding) for x, sharding in leaves if sharding.memory_kind in (None, "device"))
 
 
+def _scatters(loss: StepLoss) -> bool:
+    """Tells whether gradients are reduced to shards where they are made: at stage 1, of one microbatch."""
+    groups = loss.placement.groups
+    return "grads" in groups or ("master" in groups and loss.config.num_microbatches == 1)
+
+
 def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
     """Returns the bytes of gradients, which microbatches are summed to in float32."""
     placement, is_sum = loss.placement, loss.config.num_microbatches > 1
-    # At stage 1 they are reduced to shards at once where there is one microbatch.
-    is_sharded = "grads" in placement.groups or ("master" in placement.groups and not is_sum)
-    shardings = placement.param_shardings("master" if is_sharded else "grads")
+    shardings = placement.param_shardings("master" if _scatters(loss) else "grads")
     leaves = list(zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True))
     compute = placement.precision.compute
     width = lambda x: jnp.dtype(compute or x.dtype).itemsize + (4 if is_sum else 0)  # noqa: E731

@@ -196,6 +196,15 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     )
 
 
+def num_whole_params(are_sharded: bool, *, scatters: bool) -> int:
+    """Returns how often the params of a layer, or the largest other param, are whole on a device beside what it stores.
+
+    Beside sharded params that are gathered are those of the next layer, or their gradients. Of params that are stored
+    whole it is the gradient, before it is reduced to a shard.
+    """
+    return 2 if are_sharded else int(scatters)
+
+
 def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     """Returns what a device sends of activations to experts that stay sharded, and home, in all microbatches."""
     placement = loss.placement

@@ -56,6 +56,16 @@ def test_state_bytes_are_those_of_the_state(stage, per_param):
     assert estimator().step(setting(stage)).state_bytes == pytest.approx(held, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("stage", "num_microbatches", "num_whole"), [(0, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]
+)
+def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_whole):
+    """At stages 1 and 2 a gradient is whole until it is reduced to a shard, as that of a head beside its logits."""
+    step = estimator().step(setting(stage, num_microbatches=num_microbatches))
+    whole = step.other_bytes - step.activation_bytes(step.traced)
+    assert whole == num_whole * step.traced.param_bytes and step.traced.param_bytes > 0
+
+
 def test_state_bytes_without_master_params():
     """float32 with momentum: 4 bytes of params and 4 of momentum."""
     found = estimator(config=zero.ZeroConfig(), tx=optax.sgd(0.1, momentum=0.9))

@@ -40,7 +40,7 @@ def test_gathers_after_the_update_do_not_grow_past_a_bound():
     [("v5p:2x2x4", 3, {}), ("v5p:2x2x4", 3, {"model": 4, "num_examples": 4}), ("v5e:4x4", 2, {"num_microbatches": 2})],
 )
 def test_gradients_of_chunks_move_as_shards_to_those_of_the_head(topology, stage, options):
-    """Once they were gathered on the way, in the steps of the torus; beside `model` hidden states' were summed apart."""
+    """Once they were gathered on the way, in steps of the torus; beside `model` hidden states' were summed apart."""
     options = {"topology": topology, "num_examples": 2} | options
     whole, chunked = (compile_buffers(stage, measure_buffers.WIDE, chunk_size=size, **options) for size in (None, 4096))
     # Seen: 1.02, 1.07, and 1.05.

@@ -321,9 +321,9 @@ def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss)
 
 
 def attentions_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> AttentionReport:
-    """Reports the attentions of the loss of a step."""
+    """Reports the attentions of the loss of a step, of the program that the step computes them in."""
     placement, arguments = loss.placement, loss.shapes(variables, batch)
-    return attention_report(loss.program, *arguments, mesh=placement.mesh, axes=placement.axes)
+    return attention_report(loss.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

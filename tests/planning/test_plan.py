@@ -20,6 +20,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli import plan as cli_plan
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.planning import job as compile_job
 from zero_jax.planning import process as compile_process
@@ -376,6 +377,14 @@ def test_a_picture_of_the_stages(cache, capsys, tmp_path):
     assert status == 0
     assert [row["stage"] for row in json.loads(out)] == [0, 1, 2, 3]
     assert "stage 3" in picture.read_text()
+
+
+def test_a_picture_by_formula_compiles_nothing(cache, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli_plan.Request, "compile", None)
+    picture = tmp_path / "memory.svg"
+    status, out, _ = run("memory", capsys, cache, *OWN, "--estimate", "--plot", str(picture), "--json")
+    assert status == 0 and {row["measured"] for row in json.loads(out)} == {None}
+    assert "stage 3" in picture.read_text() and "measured" not in picture.read_text()
 
 
 @pytest.mark.slow

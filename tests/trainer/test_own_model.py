@@ -598,6 +598,8 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     evaluated = json.loads(out)
     assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
     assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["evaluate", str(folder), "--batch-size", "4"], capsys)
+    assert status == 2 and "--batch-size: the --validation of a model of your own has batches of its own" in err
     status, out, err = run(["sample", str(folder)], capsys)
     assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 

@@ -234,6 +234,7 @@ def run_plan(options: argparse.Namespace) -> int:
         refuse(options, ("--max-compiles", "--host-memory-bytes"), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
+        refuse(options, ("--tokens",), reason="it is for one plan: leave out --layouts")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
     if options.write_config and request.model.config is None:
         raise ValueError(
@@ -406,15 +407,18 @@ def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
 
 def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     """Draws the paper's Figure 1 for this model and topology."""
-    records, bars = [], {}
+    records, bars, num_devices = [], {}, request.job(request.zero).mesh().size
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
-        estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
-        measured = None if report.memory is None else report.memory.by_group
-        records.append({"stage": stage, "fits": report.fits, "estimated": estimated.by_group, "measured": measured})
+        estimated = _memory_estimate(request, zero)
+        report = None if options.estimate else request.compile(zero, quick=True)
+        measured = report.memory.by_group if report and report.memory else None
+        fits = report and report.fits
+        records.append({"stage": stage, "fits": fits, "estimated": estimated.by_group, "measured": measured})
         bars[f"stage {stage}"] = {group.name: group.formula_bytes for group in estimated.groups}, measured
-    title = f"{request.model.name} on {request.config.topology}, N = {report.num_devices:,}"
-    figures.plot_memory(options.plot, bars, title=title, capacity_bytes=report.usable_bytes)
+    title = f"{request.model.name} on {request.config.topology}, N = {num_devices:,}"
+    usable_bytes = parse(request.config.topology).hardware.usable_bytes
+    figures.plot_memory(options.plot, bars, title=title, capacity_bytes=usable_bytes)
     log_line(f"drew {options.plot}")
     if options.json:
         print(json.dumps(records))

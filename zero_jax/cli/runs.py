@@ -10,10 +10,11 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.checkpoint import describe, export, find_restorable, parse_size, restore
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.models.adapters import LoraConfig, choose_lora, export_adapters, merged_params
 from zero_jax.cli.models.own import import_own_model, read_own_model
 from zero_jax.cli.models.presets import hub_data, init_function, model_name, preset_config, preset_model
-from zero_jax.cli.options import field_values, log_line, print_result, refuse, with_config_file
+from zero_jax.cli.options import field_values, log_line, option_of, print_result, refuse, with_config_file
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import aligned, format_count
@@ -98,6 +99,8 @@ def inspect(options: argparse.Namespace) -> int:
             raise ValueError("--step and --verify are of a checkpoint: leave them out")
         print_result(options, model_leaves(options))
         return 0
+    of_model = [option_of(name) for name in option_fields("LoraConfig")]
+    refuse(options, of_model, reason="that is of a model: give --model or --from-hf instead of PATH, or leave it out")
     description = describe(options.path, step=options.step, verify_leaves=options.verify)
     print_result(options, description)
     return 1 if description.problems else 0
@@ -262,6 +265,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if own is not None:
         if changed:
             raise ValueError("--data and its like are of text: a model of your own is evaluated on its --validation")
+        refuse(options, ("--batch-size",), reason="the --validation of a model of your own has batches of its own")
         model: Model | OwnModel = import_own_model(own)
     else:
         model = preset_model(source.run, has_checkpoint=source.is_run)

@@ -4,7 +4,8 @@ The train step, the evaluation step and the estimates read the same program, by 
 
 1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype: the program is traced for these.
 2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages
-   (`unfused`, in which reports look for attention); attention is one equation of a fused kernel, if the config asks for it. Remat policies keep its residuals by name.
+   (`unfused`, in which reports look for attention); attention is one equation of a fused kernel, if the config asks for
+   it. Remat policies keep its residuals by name.
 3. What the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation), of `fused`.
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy.
 5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs. Estimates, which know

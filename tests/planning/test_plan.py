@@ -268,6 +268,9 @@ def test_layouts_are_compiled_and_ranked(cache):
     assert found.plans[found.best].time.step_seconds == min(r.time.step_seconds for r in found.plans.values())
     assert "what make_mesh chooses" in str(found)
     json.dumps(found.to_json())
+    # As of XLA:GPU, which makes programs that do not fit.
+    large = {layout: dataclasses.replace(report, fits=False) for layout, report in found.plans.items()}
+    assert str(dataclasses.replace(found, plans=large)).count("does not fit") == 2
 
 
 @pytest.mark.parametrize(

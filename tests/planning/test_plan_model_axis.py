@@ -10,7 +10,6 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
-from zero_jax.planning.report import attentions_of
 from zero_jax.training import StepLoss
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
@@ -111,7 +110,7 @@ def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
     config = zero.ZeroConfig(stage=3, attention="fused", num_microbatches=pipe)
     loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
     program = str(loss.fused.trace(*loss.shapes(params, batch)).closed)
-    assert bool(attentions_of(loss, params, batch).num_fused) == ("zero_attention" in program)
+    assert bool(loss.attentions(params, batch).num_fused) == ("zero_attention" in program)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_plan
-from zero_jax.planning.report import PlanReport
+from zero_jax.planning.report import PlanReport, by_time
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.topology import parse
 from zero_jax.training import MeshLoss, ZeroConfig
@@ -126,9 +126,10 @@ class LayoutPlans(Report):
         for layout, report in self.plans.items():
             ratio = "" if report.traffic_ratio is None else f"{report.traffic_ratio:.3f}"
             needed = "" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.2f}"
-            seconds = f"{report.time.step_seconds:.4g}" if report.time else "does not fit"
-            mark = "what make_mesh chooses" if layout == self.chosen else ""
-            rows.append((" x ".join(map(str, layout)), ratio, needed, seconds, mark))
+            seconds = f"{report.time.step_seconds:.4g}" if report.time else ""
+            # A compiler may make a program that does not fit: XLA:GPU does.
+            marks = ["what make_mesh chooses"] * (layout == self.chosen) + ["does not fit"] * (not report.fits)
+            rows.append((" x ".join(map(str, layout)), ratio, needed, seconds, ", ".join(marks)))
         return aligned(rows, right={1, 2, 3})
 
 
@@ -180,12 +181,7 @@ def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layo
         # make_mesh also takes slices and hosts into account, which a layout given by its sizes does not.
         data_layout = None if layout == chosen else layout
         plans[layout] = compile_plan(dataclasses.replace(job, data_layout=data_layout), options)
-
-    def order(item: tuple[Layout, PlanReport]) -> tuple[bool, float]:
-        report = item[1]
-        return not report.fits, report.time.step_seconds if report.time else math.inf
-
-    return LayoutPlans(plans=dict(sorted(plans.items(), key=order)), chosen=chosen)
+    return LayoutPlans(plans=dict(sorted(plans.items(), key=lambda item: by_time(item[1]))), chosen=chosen)
 
 
 def _merged_dims(topology: str, data: int) -> Iterator[Layout]:

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import importlib.util
 import io
-import math
 import os
 import pathlib
 import re
@@ -29,7 +28,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings
-from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.planning.report import PlanReport, by_time, make_report
 from zero_jax.sharding.topology import missing_compiler, parse
 from zero_jax.training import StepLoss, chosen_values
 from zero_jax.transforms import Remat, ValueChoice, resolve_remat
@@ -139,8 +138,7 @@ def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> Pl
             break
         policy = resolve_remat(report.values.policy_name)
         job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))
-    seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
-    return min(reports, key=lambda report: (not report.fits, seconds(report)))
+    return min(reports, key=by_time)
 
 
 def call_for(

@@ -42,12 +42,14 @@ from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
+    AttentionReport,
     GatherOptions,
     MovedGrads,
     PipelinedProgram,
     Remat,
     StagePlace,
     Stages,
+    attention_report,
     convolutions_as_products,
     features_in_rows,
     fuse_attention,
@@ -116,6 +118,11 @@ class StepLoss:
             return self.unfused
         placement = self.placement
         return LossProgram.of(fuse_attention(self.unfused, mesh=placement.mesh, axes=placement.axes))
+
+    def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
+        """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""
+        placement, arguments = self.placement, self.shapes(variables, batch)
+        return attention_report(self.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
 
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""

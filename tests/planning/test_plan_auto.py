@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
-from zero_jax.cli import plan as cli_plan
+from zero_jax.cli import run_config
 from zero_jax.cli.models import planned as activations
 from zero_jax.cli.models import presets
 from zero_jax.cli.options import explicit
@@ -545,10 +545,9 @@ def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     words = ["--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)]
     options = cli.parse(["plan", "--config", str(tmp_path / "run.toml"), *words])
     chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
-    request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]))
     report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
     activations = presets.ActivationConfig(loss_chunk=64)
-    cli_plan._write_config(options, request, report, zero=chosen, activations=activations)
+    run_config.write_plan(options, report, gpt.PRESETS["gpt-tiny"], zero=chosen, activations=activations)
     read = cli.parse(["train", "--config", str(written)])
     assert getattr(read, "ActivationConfig.loss_chunk") == 64
     run = {name: getattr(read, name) for name in ("DataConfig.data", "TrainConfig.devices", "TrainConfig.batch_size")}

@@ -25,13 +25,9 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder, make it first")
-    reading: dict[str, Any] = {
-        "object_pairs_hook": unique_keys,
-        "parse_constant": _refuse_constant,
-        "limit_bytes": 1 << 20,
-    }
+    reading = {"object_pairs_hook": unique_keys, "parse_constant": _refuse_constant}
     remedy = "give an object of keys in JSON, without comments"
-    config = read_json(options.path, "the DeepSpeed config", remedy=remedy, **reading)
+    config = read_json(options.path, "the DeepSpeed config", remedy=remedy, limit_bytes=1 << 20, **reading)
     translation = translate(config, devices=options.devices, per_device_batch_size=options.per_device_batch_size)
     has_unknown = bool(translation.of("unknown"))
     title = f"translated from {options.path} by zero-jax from-deepspeed"
@@ -84,12 +80,9 @@ def translate(
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
     entries = {key: _checked(key, value, KEYS[key].kind) if key in KEYS else value for key, value in _entries(config)}
-    values = DeepSpeedValues(
-        by_key={key: value for key, value in entries.items() if value is not None},
-        devices=devices,
-        per_device_batch_size=per_device_batch_size,
-    )
-    keys = [*(key for key in values.by_key if key in KEYS), *(key for key in _ABSENT if key not in values)]
+    values = DeepSpeedValues((key, value) for key, value in entries.items() if value is not None)
+    values.devices, values.per_device_batch_size = devices, per_device_batch_size
+    keys = [*(key for key in values if key in KEYS), *(key for key in _ABSENT if key not in values)]
     made = [row for key in keys if (row := rules.row_of(values, key)) is not None]
     row_by_key = {row.key: row for row in made}
     for key, value in entries.items():

@@ -205,28 +205,6 @@ def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
     return f"some of what moves over {axes_name(model_axes)}: {traced.unknown}" if traced.unknown else ""
 
 
-def sharded_residual_bytes(
-    *, num_layers: int, batch: int, seq: int, hidden: int, model: int, bytes_per_element: int = 2
-) -> float:
-    """Returns what a device sends more in a step when residuals are sharded over `model` (P_a, paper section 8).
-
-    One more all-gather of `[seq, hidden]` for each block and sample, before the block is recomputed.
-
-    Args:
-      num_layers: Blocks whose inputs are saved.
-      batch: Samples that one model replica holds in a step.
-      seq: Length of a sample.
-      hidden: Features.
-      model: Size of the `model` axis.
-      bytes_per_element: Of a residual.
-
-    Example:
-      >>> zero.comms.sharded_residual_bytes(num_layers=2, batch=8, seq=128, hidden=64, model=2)
-      131072.0
-    """
-    return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model
-
-
 class _LeafTraffic:
     """What one device sends in a step for a leaf, which is stored in one dtype and used in another (`compute`)."""
 

@@ -15,7 +15,7 @@ from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
-from zero_jax.planning.step_time import TimeEstimate, estimate_time
+from zero_jax.planning.step_time import ModelWork, TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.rules import PARTLY_SHARDED
@@ -308,16 +308,14 @@ def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss)
     closed = loss.program.trace(*arguments).closed
     trained = trained_params(job.tx, state, loss.placement.precision, mesh=loss.placement.mesh)
     trained += [False] * len(jax.tree.leaves((state.model_state, arguments[1:])))
-    return estimate_time(
-        program.program,
-        mesh=loss.placement.mesh,
-        topology=parse(job.topology),
+    work = ModelWork(
         model_flops=training_flops(closed, trained),
         attention_flops=training_flops(closed, trained, attention_only=True),
         num_tokens=num_tokens,
         unit=unit,
-        has_code=program.has_code,
     )
+    mesh, topology = loss.placement.mesh, parse(job.topology)
+    return estimate_time(program.program, work, mesh=mesh, topology=topology, has_code=program.has_code)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

@@ -110,7 +110,7 @@ def _keep_companions(folder: str, run: pathlib.Path) -> None:
     if target.exists():  # of a run that is resumed
         return
     source = open_hf(folder)
-    with partial_folder(target) as partial:
+    with partial_folder(target) as partial:  # a run that is killed here has all of them or none
         copy_companions(folder, partial)
         write_config(partial, source.hf_config, source.dtypes)
         partial.rename(target)
@@ -197,6 +197,7 @@ def choose_platform(num_devices: int | None) -> None:
             )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
     if jax.config.values["jax_platforms"] == "cpu":
+        # Simulated devices take turns on few cores, and XLA ends a program whose devices wait for one another for long.
         os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
         num_simulated = max(_NUM_SIMULATED_DEVICES, jax.config.values["jax_num_cpu_devices"])
         # Before the devices are made, when XLA:CPU reads it.

@@ -103,7 +103,7 @@ def inspect(options: argparse.Namespace) -> int:
     refuse(options, of_model, reason="that is of a model: give --model or --from-hf instead of PATH, or leave it out")
     description = describe(options.path, step=options.step, verify_leaves=options.verify)
     print_result(options, description)
-    return 1 if description.problems else 0
+    return 1 if description.problems else 0  # so that a script sees damage
 
 
 def export_params(options: argparse.Namespace) -> int:
@@ -235,7 +235,7 @@ def sample(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.path} is a run of a model of your own: samples are for the presets and the hub's")
     shape, run = preset_config(source.run), read_config(source.run)
     tokenizer = load_tokenizer(source.data(shape.vocab_size, options.tokenizer).tokenizer)
-    mesh, zero = _on_all_devices(run)
+    mesh, zero = _on_all_devices(run)  # after the options are checked: it takes the accelerators
     model = preset_model(source.run, has_checkpoint=source.is_run)
     assert model.generate_fn is not None
     sampler = Sampler(

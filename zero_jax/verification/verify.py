@@ -229,6 +229,7 @@ def verify_job(
         device_kind=mesh.devices.flat[0].device_kind,
         mesh=dict(mesh.shape),
         stage=job.config.stage,
+        # Integers are allowed nothing: any difference of theirs comes first.
         leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.difference / max(leaf.allowed, 1e-30))),
         left_out=tuple(left_out),
         warned=tuple(dict.fromkeys(str(x.message) for x in warned)),

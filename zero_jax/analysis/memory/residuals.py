@@ -105,6 +105,7 @@ def transformer_residuals(
     if num_stages > 1 and schedule.is_interleaved:
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
         num_kept = schedule.num_kept(num_stages, config.num_microbatches)
+        # A stage keeps what its own groups of layers have, of each microbatch that is on its way.
         num_layers //= num_stages * schedule.num_groups
         recomputes = policy.policy == "own" and not remat
         num_layers = num_layers + num_kept if recomputes else num_layers * num_kept

@@ -176,5 +176,5 @@ def model_specs(config: ModelConfig, model: int) -> PyTree:
     """Returns the specs of the params for a size of the axis `model`; a vocabulary that does not divide stays whole."""
     if model < 1:
         raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
-    vocab = config.vocab_size % model == 0
+    vocab = config.vocab_size % model == 0  # GPT-2 has 50,257 tokens
     return None if model == 1 else _MODULES[type(config)].param_specs(config, vocab=vocab, model_size=model)

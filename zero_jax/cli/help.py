@@ -63,16 +63,13 @@ def help_text(parser: argparse.ArgumentParser, *, everything: bool) -> str:
         # argparse lays the line out for the terminal's width; it formats a help by `%`.
         action = copy.copy(by_name[name])
         action.option_strings, action.metavar = [name], head.removeprefix(name).strip()
-        action.help = f"{text}{_default(action, text)}".replace("%", "%%")
+        is_shown = action.default not in (None, argparse.SUPPRESS, False) and "instead" not in text
+        default = f" ({shown_value(action.default)})" if is_shown else ""
+        action.help = f"{text}{default}".replace("%", "%%")
         formatter.add_argument(action)
     formatter.end_section()
     more = f"`{parser.prog} --help all` has {num_more} more options."
     return f"{parser.format_usage()}\n{formatter.format_help()}{shown}\n{more}"
-
-
-def _default(action: argparse.Action, text: str) -> str:
-    is_shown = action.default not in (None, argparse.SUPPRESS, False) and "instead" not in text
-    return f" ({shown_value(action.default)})" if is_shown else ""
 
 
 def shown_value(value: Any) -> str:

@@ -61,7 +61,10 @@ def report_on(
     if remat.policy != "auto":
         return make_report(job, on_phase=on_phase, **options)
     on_phase("choosing what blocks keep")
-    choice = _choice(job, remat)
+    mesh, config = job.mesh(), _with_remat(job, remat).config
+    state = job.state(mesh)
+    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
+    assert choice is not None
     if choice.remat in known:  # it would be the same program
         return None
     report = make_report(_with_remat(job, choice.remat), on_phase=on_phase, **options)
@@ -70,14 +73,6 @@ def report_on(
 
 def _with_remat(job: Job, remat: Remat) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, remat=remat))
-
-
-def _choice(job: Job, remat: Remat) -> ValueChoice:
-    mesh, config = job.mesh(), _with_remat(job, remat).config
-    state = job.state(mesh)
-    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
-    assert choice is not None
-    return choice
 
 
 def _slack(report: PlanReport, choice: ValueChoice) -> float:
@@ -155,15 +150,13 @@ def call_for(
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
-    if options.own_process:
-        with extra("plan"):
-            import cloudpickle
     where = f"{options.name} on {job.topology}"
     if not options.own_process:
         return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
+    with extra("plan"):
+        import cloudpickle
     hardware = parse(job.topology).hardware
-    missing = missing_compiler(hardware)
-    if missing:
+    if missing := missing_compiler(hardware):
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as name:
         folder = pathlib.Path(name)

@@ -18,7 +18,7 @@ from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.presets import ActivationConfig, experts_of, full_model, model_section
+from zero_jax.cli.models.presets import ActivationConfig, experts_of, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
@@ -149,7 +149,7 @@ def write_plan(
     run["TrainConfig.batch_size"] = report.batch_size
     options = argparse.Namespace(**{**vars(options), **planned, **run, "TrainConfig.devices": None})
     sections = set_sections(options, keep=_PLANNED | run.keys())
-    sections = {"model": full_model(options, model), **sections}
+    sections = {"model": model_section(options, model), **sections}
     write_file(options.write_config, sections, title=f"{_PLAN_TITLE} {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
@@ -169,7 +169,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     sections: dict[str, Any] = {}
     for section, config_class in SECTIONS.items():
         if section == "model" and model is not None:
-            sections[section] = full_model(options, model.config)
+            sections[section] = model_section(options, model.config)
         elif section not in left_out:
             values = used.get(section) or field_values(config_class, options)
             values = values if isinstance(values, dict) else vars(values)

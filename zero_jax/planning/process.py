@@ -265,7 +265,7 @@ def _cuda_toolkits() -> list[str]:
 def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:
     name, phase = options.name, _phase(folder)
     if status is None:
-        return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"
+        return f"{name}: still {phase} after {options.timeout_seconds:g} s, which is all the time it was given"
     lines = [line for line in (folder / _ERRORS).read_text(errors="replace").splitlines() if line.strip()]
     last = "\n  ".join(([line for line in lines if not _NOISE.search(line)] or lines)[-12:])
     if status == -signal.SIGKILL:

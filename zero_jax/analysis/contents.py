@@ -3,8 +3,6 @@
 The page is HTML with SVG, without scripts or anything from elsewhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import math
@@ -135,7 +133,16 @@ class StateSummary(Report):
         write_text(pathlib.Path(path), self.to_html())
 
     def _repr_html_(self) -> str:
-        return _drawn(self.heading, self.groups)
+        groups = self.groups
+        # Groups that are a single leaf, such as counters and keys, are one at the end.
+        single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+        others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
+        groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
+        groups |= {"other": others} if others else {}
+        style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+        parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{_escaped(self.heading)}</h1>"]
+        parts += [_bar(groups), *(_group(name, leaves) for name, leaves in groups.items())]
+        return "\n".join([*parts, _LEGEND, "</div>"])
 
 
 def _sizes(leaves: Sequence[LeafSummary]) -> list[str]:
@@ -194,19 +201,6 @@ def _spec(sharding: Any, ndim: int) -> str:
     if not isinstance(sharding, NamedSharding):
         return "one device" if sharding.num_devices == 1 else type(sharding).__name__
     return f"[{', '.join('+'.join(axes) or '-' for axes in dims_of(sharding, ndim))}]"
-
-
-def _drawn(heading: str, groups: Groups) -> str:
-    """Returns leaves by group as a part of a page."""
-    # Groups that are a single leaf, such as counters and keys, are one at the end.
-    single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
-    others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
-    groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
-    groups |= {"other": others} if others else {}
-    style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{_escaped(heading)}</h1>", _bar(groups)]
-    parts += [_group(name, leaves) for name, leaves in groups.items()]
-    return "\n".join([*parts, _LEGEND, "</div>"])
 
 
 def _bar(groups: Groups) -> str:

@@ -4,8 +4,6 @@ Rajbhandari et al., arXiv 1910.02054. `scripts/paper_formulas.py` computes the t
 writes them to `paper_tables.json`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.resources

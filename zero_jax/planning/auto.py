@@ -1,7 +1,5 @@
 """Searches the best settings of a train step for a topology: estimates all, ranks them, compiles the best few."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Compiles a train step for a topology that need not be here, and for each layout of `data` over it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -196,10 +194,5 @@ def _merged_dims(topology: str, data: int) -> Iterator[Layout]:
         yield (data,)
         return
     for cuts in itertools.product((False, True), repeat=max(len(dims) - 1, 0)):
-        layout = [dims[0]] if dims else [1]
-        for size, cut in zip(dims[1:], cuts, strict=True):
-            if cut:
-                layout.append(size)
-            else:
-                layout[-1] *= size
-        yield tuple(layout)
+        edges = [0, *(number for number, cut in enumerate(cuts, start=1) if cut), len(dims)]
+        yield tuple(math.prod(dims[start:end]) for start, end in itertools.pairwise(edges))

@@ -1,7 +1,5 @@
 """Traces a model for the estimates of a search: what depends on the model, and on few choices, is made once."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Executes a compiled program on the host: arrays are cut into the shards that its devices would hold."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A train step on one device in plain optax: what a compiled step is compared with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compares the numbers of a train step that was compiled for hardware that is not there with one device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

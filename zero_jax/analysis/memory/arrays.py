@@ -1,7 +1,5 @@
 """Measures the memory of live arrays, by device and group of the train state, and compares measured with estimated."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Mapping

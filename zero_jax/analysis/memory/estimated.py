@@ -4,8 +4,6 @@ Nothing is compiled. The bytes of params, master params and optimizer state are 
 placements are those of the state itself; the paper's formula is reported with them, and what makes the difference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

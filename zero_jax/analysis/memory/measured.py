@@ -3,8 +3,6 @@
 Gradients, gathered params, residuals and other temporaries are told apart by names and shapes.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

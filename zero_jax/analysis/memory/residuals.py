@@ -1,7 +1,5 @@
 """The residuals of a transformer by the ZeRO paper's formulas, from its sizes alone, and what sharded ones send."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimates the memory of all stages by formula, as DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -99,6 +99,14 @@ def test_it_prints_as_a_page_and_as_json(report):
     assert plain["time"]["assumptions"]
 
 
+def test_what_makes_the_traffic_more_than_the_ideal_is_no_scalar(report):
+    rows = [dataclasses.replace(row, sent_bytes=2 * row.sent_bytes) for row in report.comms.rows]
+    scalar = dataclasses.replace(rows[0], phase="update", sent_bytes=6.0, num_executions=1)
+    more = dataclasses.replace(report, comms=dataclasses.replace(report.comms, rows=(*rows, scalar)))
+    (line,) = [line for line in more.summary().splitlines() if line.startswith("above it")]
+    assert "ideally" in line and "update" not in line
+
+
 def test_a_program_is_compiled_once(cache, report, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled again"))
     again = plan(cache, own_process=False)
@@ -266,7 +274,7 @@ def test_layouts_are_compiled_and_ranked(cache):
     assert set(found.plans) == {(4,), (2, 2)}
     assert found.chosen == (4,)
     assert found.plans[found.best].time.step_seconds == min(r.time.step_seconds for r in found.plans.values())
-    assert "what make_mesh chooses" in str(found)
+    assert "what make_mesh chooses" in str(found) and str(found).split("\n")[0].split()[-2] == "MB"
     json.dumps(found.to_json())
     # As of XLA:GPU, which makes programs that do not fit.
     large = {layout: dataclasses.replace(report, fits=False) for layout, report in found.plans.items()}

@@ -492,6 +492,13 @@ def test_of_many_rejected_settings_the_nearest_are_printed():
     assert str(got.nearest.setting).split(" remat")[0].split(" microbatches")[0] in text.split("rejected (")[1]
 
 
+def test_sizes_of_small_models_are_in_megabytes():
+    small = lambda setting: dataclasses.replace(estimate(setting), bytes=estimate(setting).bytes / 1e4)  # noqa: E731
+    text = str(run(estimate=small, max_compiles=0))
+    assert re.search(r"^rank  setting +MB  s/step", text, re.MULTILINE) and " 0.0 " not in text
+    assert re.search(r"^rank  setting +GB  s/step", str(run(max_compiles=0)), re.MULTILINE)
+
+
 def test_search_refuses():
     with pytest.raises(ValueError, match="give settings"):
         run(())

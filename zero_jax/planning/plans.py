@@ -14,6 +14,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_plan
+from zero_jax.planning.ranking import size_unit
 from zero_jax.planning.report import PlanReport, by_time
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.topology import parse
@@ -120,10 +121,11 @@ class LayoutPlans(Report):
         return {"best": list(self.best), "chosen": list(self.chosen), "plans": plans}
 
     def __str__(self) -> str:
-        rows = [("layout of data", "of ideal", "GB", "s/step", "")]
+        unit, scale = size_unit(report.needed_bytes or math.inf for report in self.plans.values())
+        rows = [("layout of data", "of ideal", unit, "s/step", "")]
         for layout, report in self.plans.items():
             ratio = "" if report.traffic_ratio is None else f"{report.traffic_ratio:.3f}"
-            needed = "" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.2f}"
+            needed = "" if report.needed_bytes is None else f"{report.needed_bytes / scale:.2f}"
             seconds = f"{report.time.step_seconds:.4g}" if report.time else ""
             # A compiler may make a program that does not fit: XLA:GPU does.
             marks = ["what make_mesh chooses"] * (layout == self.chosen) + ["does not fit"] * (not report.fits)

@@ -165,13 +165,14 @@ class Ranking(Report):
         if self.ranked:
             shown = self.ranked[: max(_MAX_LINES, len(compiled) + _MORE_LINES)]
             names, of_all = _apart([name_of(entry.setting) for entry in shown])
-            rows = [("rank", "setting", "GB", "host GB", "s/step", "estimated", "by")]
+            unit, scale = size_unit(max(entry.bytes, entry.figures.host_bytes) for entry in shown)
+            rows = [("rank", "setting", unit, f"host {unit}", "s/step", "estimated", "by")]
             for i, (entry, name) in enumerate(zip(shown, names, strict=True), start=1):
                 # A rank is among settings of the same kind: what is estimated does not compare with what is compiled.
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
-                sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.figures.host_bytes / 1e9:.1f}"
+                sizes = f"{entry.bytes / scale:.1f}", f"{entry.figures.host_bytes / scale:.1f}"
                 seconds = "unknown" if entry.seconds == math.inf else f"{entry.seconds:.4g}"
                 rows.append((f"{rank}", name, *sizes, seconds, estimated, by))
             if not any(entry.figures.host_bytes for entry in shown):
@@ -249,6 +250,11 @@ def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
     if len({entry.setting.batch_size for entry in entries}) == 1:
         return str
     return lambda setting: f"batch={setting.batch_size} {setting}"
+
+
+def size_unit(sizes: Iterable[float]) -> tuple[str, float]:
+    """Returns the unit of a column of sizes, and its bytes: GB, or of small models MB, of which GB would show 0.0."""
+    return ("GB", 1e9) if max(sizes, default=math.inf) >= 1e8 else ("MB", 1e6)
 
 
 def host_memory(capacity_bytes: float) -> str:

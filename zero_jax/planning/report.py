@@ -227,11 +227,11 @@ class PlanReport(Report):
             return ""
         rows = comms.compare(self.comms_estimate, self.comms).rows
         extra = sorted(rows, key=lambda row: row.estimated_bytes - row.measured_bytes)
-        size = format_bytes
+        size, least = format_bytes, 1e-3 * self.comms.sent_bytes  # scalars are summed, too
         shown = [
             f"{row.phase} over {row.axes} {size(row.measured_bytes)}, ideally {size(row.estimated_bytes)}"
             for row in extra[:_MAX_EXCESS]
-            if row.measured_bytes > _NEAR_IDEAL * row.estimated_bytes
+            if row.measured_bytes > max(_NEAR_IDEAL * row.estimated_bytes, row.estimated_bytes + least)
         ]
         return "; ".join([*shown, *(finding.message for finding in self.comms.findings[:_MAX_EXCESS])])
 

@@ -146,8 +146,7 @@ def estimate(
     params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
-        # Without any gradient there is no backward pass; what the update leaves as it is need not be gathered anew.
-        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}
+        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}  # any: else no backward pass
         rows += param.rows(has_grad=is_needed, gathered_in=gathered_in)
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()

@@ -29,7 +29,6 @@ def _by_table(values: DeepSpeedValues, key: str) -> KeyRow:
     entry, value = KEYS[key], values.get(key)
     if entry.no_meaning:
         return values.row(key, "no meaning", entry.no_meaning)
-    # While it is open whether fp16 is on, the settings of its loss scale are shown as if it were.
     is_open = values.is_auto("fp16.enabled") and not any(values.get(key) is True for key in _PRECISIONS)
     if key.startswith("fp16.") and not is_open and values.get("fp16.enabled") is not True:
         return values.row(key, "off", "fp16 is off")

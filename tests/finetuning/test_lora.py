@@ -226,6 +226,35 @@ def test_a_state_without_a_base_is_refused():
         zero.Lora(rules=["w"]).merge(zero.Variables(params={"w": jnp.ones((4, 4))}))
 
 
+@pytest.mark.parametrize(
+    ("other", "path"),
+    [
+        ({"rules": ["a"]}, "b"),
+        ({"rules": {"*": "oi"}}, "a"),
+        ({"rank": 4}, "a"),
+        ({"dora": True}, "a"),
+        ({"rules": ["a"], "train": ["b"]}, "b"),
+    ],
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_adapters_of_another_lora_are_refused(other, path, is_reversed):
+    """Adapters were left out of the loss and of merged weights, or scaled by another rank, without a word."""
+    params = {"a": jnp.ones((8, 4)), "b": jnp.ones((8, 4))}
+    settings = {"rules": ["*"], "rank": 2}
+    saved, read = (
+        zero.Lora(**x) for x in ((settings | other, settings) if is_reversed else (settings, settings | other))
+    )
+    variables = saved.init(params, jax.random.key(0))
+    if is_reversed and "train" in other:  # it is not frozen, and trained as it is whatever the settings say
+        assert read.merge(variables)["b"].shape == (8, 4)
+        return
+    message = f"leaf '{path}' has .*: give the rules, rank, dora and train that .* made with"
+    with pytest.raises(ValueError, match=message):
+        read.merge(variables)
+    with pytest.raises(ValueError, match=message):
+        read.loss_fn(lambda params, batch: params["a"].sum())(variables.params, 0, model_state=variables.model_state)
+
+
 def linen_model():
     linen = pytest.importorskip("flax.linen")
 

@@ -163,7 +163,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lora": (_has("rules", "rank", "trained"), "give a zero.Lora, as zero.Lora(rules={'.*/query': 'sio'})"),
     "log": (callable, "give a function of a line, such as print"),
     "max_compiles": (_is_count(0), "give how many settings to compile, 0 for none"),
-    "max_file_bytes": (_is_count(1), "give a number of bytes"),
+    **dict.fromkeys(("max_file_bytes", "max_shard_bytes"), (_is_count(1), "give a number of bytes")),
     "max_hoisted_bytes": (_is_count(0), "give a number of bytes"),
     "max_num_microbatches": (_is_count(1), "give at least 1"),
     "loss_fn": (_are_losses, "it is no function: give a loss function, or several by name"),

@@ -154,20 +154,24 @@ class Lora:
             raise ValueError(f"leaf {target.path!r}, base={self.base!r}: {error}") from None
 
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
-        shape = {side: [n for n, x in zip(leaf.shape, target.labels, strict=True) if x == side] for side in "sio"}
         # By the path: the numbers do not depend on which other leaves are adapted.
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
+        shapes, ins = self._adapter_shapes(target, leaf.shape), [i for i, x in enumerate(target.labels) if x == "i"]
         # `B` is 0, so that nothing is changed yet; `A` as a linear layer of PyTorch begins, as in the library PEFT.
-        bound, dtype = 1 / math.sqrt(math.prod(shape["i"])), wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        bound = 1 / math.sqrt(math.prod(leaf.shape[i] for i in ins))
+        dtype = wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
         adapter = {
-            "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), dtype, -bound, bound),
-            "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), dtype),
+            "a": jax.random.uniform(key, shapes["a"], dtype, -bound, bound),
+            "b": jnp.zeros(shapes["b"], dtype),
         }
         if self.dora:  # the norms of the weight as it is stored, which is the one that is used
             base = (dequantize(stored) if isinstance(stored, QuantizedWeight) else stored).astype(dtype)
-            ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
-            adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
+            adapter["magnitude"] = jnp.linalg.norm(base, axis=tuple(ins), keepdims=False)
         return adapter
+
+    def _adapter_shapes(self, target: Target, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the arrays of the adapter of a leaf, by their names."""
+        return _adapter_dims(target, shape, self.rank, has_magnitude=self.dora)
 
     def param_specs(self, params: PyTree, specs: PyTree, *, mesh: Mesh) -> dict[str, PartitionSpec]:
         """Returns the `ZeroConfig.param_specs` of what `init` makes: adapters and base are sharded as the params are.
@@ -192,8 +196,8 @@ class Lora:
             dims = checked_dims(f"param {path!r}", spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
-                arrays = _adapter_dims(target, dims)
-                dims_of |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
+                arrays = _adapter_dims(target, dims, (), has_magnitude=self.dora)  # the rank is not sharded
+                dims_of |= {f"{path}/{name}": axes for name, axes in arrays.items()}
             if target is not None and isinstance(node, QuantizedWeight):
                 dims_of |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
             else:
@@ -259,6 +263,7 @@ class Lora:
         widest = jnp.result_type(*dtypes.values())
         named = {path_name(path): node for path, node in nodes}
         targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
+        self._check_adapters(adapters, named, targets)
         leaves = []
         for name, node in named.items():
             if isinstance(node, Trained):
@@ -269,6 +274,22 @@ class Lora:
             else:
                 leaves.append(node)
         return leaves, tree
+
+    def _check_adapters(
+        self, adapters: Mapping[str, Any], base: Mapping[str, Any], targets: Mapping[str, Target]
+    ) -> None:
+        """Raises `ValueError` for adapters of other rules or settings, which would be left out or scaled wrongly."""
+        for name in {**base, **adapters}:
+            adapter, target = adapters.get(name), targets.get(name)
+            if isinstance(base.get(name), Trained):
+                continue
+            have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else adapter
+            makes = None if target is None else self._adapter_shapes(target, base[name].shape)
+            if have != makes:
+                raise ValueError(
+                    f"leaf {name!r} has {'no adapter' if have is None else f'the adapter {have}'}, and this Lora makes "
+                    f"{makes or 'none'} for it: give the rules, rank, dora and train that the adapters were made with"
+                )
 
     def _weight(self, path: str, node: Any, target: Target | None, adapter: Any, dtype: Any) -> Any:
         if target is None:
@@ -363,12 +384,13 @@ def _shape_of(node: Any, adapter: Any) -> Any:
     return jax.ShapeDtypeStruct(node.shape, dtype)
 
 
-def _adapter_dims(target: Target, dims: Dims) -> dict[str, Dims]:
-    """Returns the axes of the dims of an adapter's arrays: those of the weight's dims, and none of the rank."""
+def _adapter_dims(target: Target, dims: Sequence[Any], rank: Any, *, has_magnitude: bool) -> dict[str, tuple[Any, ...]]:
+    """Returns the dims of an adapter's arrays by those of its weight, sizes or mesh axes, and that of the rank."""
     stack, ins, outs = (
-        tuple(axes for axes, label in zip(dims, target.labels, strict=True) if label == side) for side in "sio"
+        tuple(dim for dim, label in zip(dims, target.labels, strict=True) if label == side) for side in "sio"
     )
-    return {"a": (*stack, *ins, ()), "b": (*stack, (), *outs), "magnitude": (*stack, *outs)}
+    arrays = {"a": (*stack, *ins, rank), "b": (*stack, rank, *outs)}
+    return arrays | {"magnitude": (*stack, *outs)} if has_magnitude else arrays
 
 
 def _quantized_dims(target: Target, dims: Dims, stored: QuantizedWeight, mesh: Mesh) -> dict[str, Dims]:

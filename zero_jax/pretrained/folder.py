@@ -33,6 +33,10 @@ _MAX_JSON_BYTES = 1 << 27
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a folder's `config.json`."""
+    return _read_json(_checked(folder) / CONFIG)
+
+
+def _checked(folder: str | os.PathLike[str]) -> pathlib.Path:
     path = user_path(folder)
     if not path.is_dir():
         name = str(folder) if len(pathlib.PurePath(folder).parts) == 2 else "NAME"  # as the hub has it
@@ -40,12 +44,12 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} is no folder: give one with {CONFIG} and *.safetensors, as "
             f"`hf download {name} --local-dir {path.name}` makes of a model of the hub"
         )
-    return _read_json(path / CONFIG)
+    return path
 
 
 def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder's files by name, from the files' headers."""
-    path = user_path(folder)
+    path = _checked(folder)
     if not (path / INDEX).exists():
         if not (path / MODEL_FILE).exists():
             weights = sorted(

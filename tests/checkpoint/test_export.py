@@ -22,6 +22,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError
 from zero_jax.checkpoint.exporting import export, open_params, parse_size
 from zero_jax.cli import build_parser
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.pretrained import TensorName, save_tensors
 from zero_jax.training import ema
 
@@ -193,6 +194,16 @@ def test_an_export_that_is_cut_off_while_it_replaces_an_older_one_is_no_mixture(
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out", max_shard_bytes=5000, force=True)
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):
+    """In containers that share a file system, processes have the same numbers."""
+    with partial_folder(tmp_path / "out") as first:
+        (first / "file").touch()
+        with partial_folder(tmp_path / "out") as second:
+            assert [*second.iterdir()] == [] and (first / "file").exists()
+        assert (first / "file").exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_params_that_are_one_array(tmp_path):

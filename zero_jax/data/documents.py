@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from zero_jax.core.extras import pip_install
 from zero_jax.core.text_tables import is_unicode, printable, quoted
-from zero_jax.data.sources import Source, SourceFile
+from zero_jax.data.sources import Source, SourceFile, read_rows
 
 _T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
@@ -70,7 +70,8 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
 def _read_rows(source: Source, text_field: str) -> Iterator[Piece]:
     table = source.table
     table = table.select_columns([text_field]) if text_field in table.column_names else table  # others may be pictures
-    return (record_text(row, text_field, f"row {i} of {source.name}") for i, row in enumerate(table, 1))
+    rows = enumerate(read_rows(table, source.name), 1)
+    return (record_text(row, text_field, f"row {i} of {source.name}") for i, row in rows)
 
 
 def record_text(record: Mapping[str, Any], text_field: str, where: str, num_replaced: int = 0) -> Piece:
@@ -143,7 +144,8 @@ def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`."""
     if source.table is not None:
-        yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
+        rows = enumerate(read_rows(source.table, source.name), 1)
+        yield from ((f"row {i} of {source.name}", row) for i, row in rows)
         return
     for where, record, num_replaced in of_each_file(source, _records):
         if num_replaced:

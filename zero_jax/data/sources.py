@@ -259,8 +259,22 @@ def open_hub(data: str, *, is_streamed: bool) -> Any:
         path = str(folder) if folder.is_dir() else name
         return datasets.load_dataset(path, subset, split=split or "train", streaming=is_streamed)
     except Exception as error:  # of any library that it reads with
-        why = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{data} cannot be read by `datasets` ({type(error).__name__}: {printable(why)}): give hf:NAME, or "
-            "hf:NAME:SUBSET@SPLIT, of the hub or of a folder"
-        ) from error
+        raise _unreadable(data, error, "give hf:NAME, or hf:NAME:SUBSET@SPLIT, of the hub or of a folder") from error
+
+
+def read_rows(table: Any, data: str) -> Iterator[Any]:
+    """Yields the rows of a data set that `open_hub` opened; raises `ValueError` where its library cannot go on."""
+    rows = iter(table)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # a connection that ends, a damaged file
+            raise _unreadable(data, error, "mend the file, or the connection, and run again") from error
+        yield row
+
+
+def _unreadable(data: str, error: Exception, remedy: str) -> ValueError:
+    why = printable((str(error).splitlines() or [""])[0])
+    return ValueError(f"{data} cannot be read by `datasets` ({type(error).__name__}: {why}): {remedy}")

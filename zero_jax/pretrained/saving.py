@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -197,7 +198,7 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
 
     def begin() -> str:
         _check_free(target)
-        parts = target.parent / f".{target.name}.parts-{os.getpid()}"  # the files of all processes
+        parts = target.parent / f".{target.name}.parts-{uuid.uuid4().hex[:12]}"  # the files of all processes
         try:
             parts.mkdir(parents=True)
         except OSError as error:

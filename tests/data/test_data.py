@@ -382,9 +382,13 @@ def test_what_a_killed_process_left_goes_a_day_later(load, tmp_path):
     old, new = (tmp_path / "cache" / f"{PARTIAL}{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
-    os.utime(old, (0, 0))
+    written = tmp_path / "cache" / f"{PARTIAL}written"  # by a process that began days ago
+    written.mkdir()
+    (written / "tokens.bin").touch()
+    for folder in (old, written):
+        os.utime(folder, (0, 0))
     load(path)
-    assert new.exists()
+    assert new.exists() and written.exists()
     assert not old.exists()
 
 

@@ -85,6 +85,7 @@ def export(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another folder")
     check_outside(folder)
+    # Of the names that an export has: other files in the folder are not the export's to replace.
     old = find_files(folder)
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")

@@ -1,6 +1,5 @@
 """Reads documents from text files, JSON Lines and Parquet, in pieces of some kilobytes."""
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -183,9 +182,8 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
         command = pip_install("zero-jax[parquet]")
         raise ValueError(f"{file} is Parquet, which needs pyarrow: {command}") from error
     row = 0
-    with contextlib.ExitStack() as stack:
-        try:
-            table = stack.enter_context(pyarrow.parquet.ParquetFile(file.path))
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
             _check_column(table.schema_arrow, text_field, file)
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                 # As bytes: a column of strings may hold invalid UTF-8, which pyarrow would raise for.
@@ -194,8 +192,8 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
                     if raw is None:
                         raise ValueError(f"row {row} of {file}: column {text_field!r} is null: fill or remove the row")
                     yield _decode(raw)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"cannot read {file} as Parquet ({error}): write it again") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {file} as Parquet ({error}): write it again") from error
 
 
 def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
@@ -213,4 +211,3 @@ def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
         raise ValueError(
             f"{file}: column {text_field!r} holds {printable(kind)}, not strings: choose another --text-field"
         )
-

@@ -160,7 +160,7 @@ class Lane:
             table = split_dataset_by_node(stream.open_table(), rank=self._lane, world_size=self._num_lanes)
             if before is not None:
                 table.load_state_dict(json.loads(before))
-            has_any = before is not None
+            has_any = before is not None  # a place is before a document to train on
             for record in read_rows(table, stream.name):
                 after = json.dumps(table.state_dict())
                 content = record_text(record, stream.text_field, f"a row of {stream.name}").text

@@ -188,6 +188,7 @@ class Lora:
           ValueError: specs that do not fit the params.
         """
         targets, trained = self.targets(params), self.trained(params)
+        # Of shapes: whether a leaf is quantized, and into which arrays, is decided in `init` alone.
         variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
         nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
         each = zip(leaf_names(params), jax.tree.leaves(params), nodes, user_specs(params, specs), strict=True)
@@ -293,6 +294,7 @@ class Lora:
 
     def _weight(self, path: str, node: Any, target: Target | None, adapter: Any, dtype: Any) -> Any:
         if target is None:
+            # A plain leaf: nothing has to be deferred to its use.
             if node.dtype == dtype:
                 return node
             labels = "s" * node.ndim  # no target: it is cast where it is used, and that is all
@@ -366,6 +368,7 @@ class _Recipe:
 
 @functools.partial(jax.jit, static_argnames="weight")
 def _merged(arrays: tuple[Any, ...], *, weight: _Recipe) -> jax.Array:
+    # Of an offloaded state the arrays are on the host, from where those of one leaf at a time come.
     return weight.weight.with_arrays([*map(to_device, arrays)]).merged()
 
 

@@ -97,6 +97,7 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
     scales, steps = largest_size(blocks, -2), None
     stored = scales
     if format == "nf4_double":
+        # A divisor: a group does not go on in the next row of blocks, which another device may have.
         group = max(n for n in range(1, _LARGEST_GROUP + 1) if columns % n == 0)
         groups = scales.reshape(*scales.shape[:-1], columns // group, group)
         steps = groups.max(-1) / 255

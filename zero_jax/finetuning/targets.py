@@ -85,6 +85,7 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
                 "are more than two, such as 'sio'"
             )
         for target in chosen:
+            # Several rules may choose a leaf, if they agree.
             if by_path.setdefault(target.path, target) != target:
                 raise ValueError(
                     f"leaf {target.path!r} has dims {by_path[target.path].labels!r} by one rule and "
@@ -116,6 +117,7 @@ def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | Non
 def _unmatched(what: str, pattern: str, names: Iterable[str]) -> ValueError:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    # The nearest at any distance: also one that is far shows what paths look like.
     hint = did_you_mean(pattern, names, "the nearest is {!r}", cutoff=0.0) or "there are none"
     paths = f"; the paths are {', '.join(names[:_SHOWN])}{more}" if len(names) > 1 else ""
     is_regex = re.search(r"[()|+^$\\]|\.\*", pattern)

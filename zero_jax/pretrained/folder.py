@@ -82,6 +82,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         if repeated:
             raise ValueError(f"{path / file} has {quoted(repeated[0])}, which {tensors[repeated[0]].path.name} has too")
         tensors |= of_file
+    # Tensors that the index lacks are none of an error here: who needs the others finds them left over.
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
             raise ValueError(
@@ -99,6 +100,7 @@ def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> Non
     for name in (CONFIG, *COMPANIONS):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
+        # The hub's cache has links to files, which lead to nothing when it was cleaned.
         elif os.path.lexists(folder / name):
             message = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
             warnings.warn(message, stacklevel=2)

@@ -182,6 +182,7 @@ def export_hf(
     )
     if params is not None:
         return save_arrays(folder, leaves_by_name(params))
+    # Adapters have the paths of params and a name below them: what they adapt is the run's model state.
     factors = sorted(x for x in saved.leaves if x not in folder.names and x.rpartition("/")[0] in folder.names)
     if factors:
         raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
@@ -191,8 +192,10 @@ def export_hf(
 
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
     """Writes arrays on the devices of any number of processes, which all call it."""
+    # What each process has by itself, such as arrays on the host, the first one writes.
+    divided = {path: x for path, x in leaves.items() if isinstance(x, jax.Array) and not x.is_fully_addressable}
+    pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items() if path not in divided}
     if jax.process_count() == 1:
-        pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, pieces)
     target = folder.target
 
@@ -206,12 +209,12 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
         return str(parts)
 
     def write() -> str:
-        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, _pieces_of_parts(parts, leaves))))
+        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, pieces | _pieces_of_parts(parts, divided))))
 
     parts = pathlib.Path(from_first_process(begin))
     try:
         with Agreement(lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")):
-            _write_parts(parts / str(jax.process_index()), leaves.values())
+            _write_parts(parts / str(jax.process_index()), divided.values())
         return SavedHF(**json.loads(from_first_process(write)))
     finally:
         if jax.process_index() == 0:
@@ -222,6 +225,7 @@ def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mappi
     """Writes a folder, under another name first, from slices of `leaves`, which have a shape and a dtype."""
     plan, target = _plan_tensors(folder, leaves), folder.target
     _check_free(target)
+    # By name: params that share a tensor each write a part of it.
     tensors = list({tensor.name: tensor for each in plan.values() for tensor in each.values()}.values())
     with partial_folder(target) as partial:
         limit = folder.max_file_bytes
@@ -276,6 +280,7 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
 def _check_free(target: pathlib.Path) -> None:
     """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
     check_outside(target)
+    # No link either, also to an empty folder: a folder cannot be renamed to it.
     if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
         raise ValueError(f"{target} is no folder: choose another one")
     if os.path.exists(target) and any(target.iterdir()):
@@ -327,6 +332,7 @@ def run_decoder(
 ) -> tuple[DecoderConfig, Mapping[str, Any], pathlib.Path | None]:
     """Returns the decoder of a run, as recorded in its `model`, its `config.json`, and the folder that has it."""
     config, absolute = _decoder(model), user_path(path).absolute()
+    # A run's folder, its folder of checkpoints, or that of a step.
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     source = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     hub_config = read_config(source) if source else hf_config(config)
@@ -380,6 +386,7 @@ def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[s
     for process, end in ends.items():
         with contextlib.suppress(OSError):
             # In a folder that processes do not share, their files are missing here.
+            # The size alone: each process has flushed its file, and has agreed, before this is called.
             if (parts / str(process)).stat().st_size == end:
                 continue
         raise ValueError(f"{parts / str(process)} is not complete here: save to a folder that all processes share")

@@ -105,7 +105,9 @@ def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
     with pytest.raises(ValueError, match=r"holds model-00001-of-.* already: .*--force"):
         export(folder, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
+    inode = tmp_path.stat().st_ino
     export(folder, tmp_path, force=True)
+    assert tmp_path.stat().st_ino == inode
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model.safetensors", *others])
 
 
@@ -148,6 +150,11 @@ def test_what_cannot_be_exported(run, tmp_path):
     save(tmp_path / "metadata", lambda key: {"__metadata__": jnp.ones(3), "w": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"'__metadata__', .* rename it"):
         export(tmp_path / "metadata", tmp_path / "out")
+    for nothing in ("", None):
+        with pytest.raises(ValueError, match=r"=('')|(None): give the path of a folder"):
+            export(folder, nothing)
+    with pytest.raises(ValueError, match=r"directory='' is not a path: give the folder of the checkpoints"):
+        export("", tmp_path / "out")
     for wrong in ({"max_shard_bytes": 0}, {"max_shard_bytes": "5GB"}, {"step": True}, {"step": 1.0}):
         with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=.*: give "):
             export(folder, tmp_path / "out", **wrong)

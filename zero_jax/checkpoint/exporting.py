@@ -17,7 +17,7 @@ import numpy as np
 from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
-from zero_jax.core.files.partial_folder import partial_folder
+from zero_jax.core.files.partial_folder import partial_folder, publish
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create_files, find_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
@@ -78,7 +78,7 @@ def export(
       >>> zero.checkpoint.export(folder, folder / "exported", dtype="bfloat16").num_tensors
       2
     """
-    check_arguments(max_shard_bytes=max_shard_bytes)
+    check_arguments(out=out, max_shard_bytes=max_shard_bytes)
     (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
@@ -98,7 +98,12 @@ def export(
                     # A map for each slice: written pages are memory of this process as long as their map is open.
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
-        _publish(partial, folder, written, old)
+        for path in old:
+            # Files that are not replaced would be read beside the new ones. An index would be of files of both, if this
+            # is cut off while they are replaced one by one.
+            if path.name not in written or path.name == INDEX:
+                path.unlink()
+        publish(partial, folder)
     files, num_bytes = tuple(str(folder / name) for name in written), sum(x.num_bytes for x in tensors.values())
     return Exported(files=files, step=record.step, num_tensors=len(tensors), num_bytes=num_bytes)
 
@@ -215,18 +220,3 @@ def _ema_leaf(record: Record, param: str) -> str:
             f"--ema: the optimizer's state at {record.path} holds {averages}: export the params without --ema"
         )
     return names[0]
-
-
-def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:
-    """Moves the finished files to the folder: by one rename if the folder is new, else file by file."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    # Files of the older export that the newer one does not replace would be read beside it.
-    for path in old:
-        # Nor is there an index while files are replaced one by one: cut off, it would be of files of both.
-        if path.name not in names or path.name == INDEX:
-            path.unlink()
-    # The index is the last one, by its name: a new one lists no file that is not there yet.
-    for name in names:
-        (partial / name).replace(folder / name)

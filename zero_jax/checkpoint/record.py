@@ -62,7 +62,8 @@ def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
       >>> zero.checkpoint.resolve_folder(".").is_absolute()
       True
     """
-    if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
+    # An empty text, as of a variable that is not set, would be the current folder.
+    if not isinstance(directory, str | os.PathLike) or os.fspath(directory) == "" or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
     return epath.Path(directory if untrusted.is_bucket(directory) else untrusted.user_path(directory).absolute())
 

@@ -122,6 +122,11 @@ def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: _are(is_right)(value) and len(value) > 0
 
 
+def _is_path(value: Any) -> bool:
+    # An empty text, as of a variable that is not set, would be the current folder.
+    return isinstance(value, str | os.PathLike) and os.fspath(value) != "" and "\0" not in os.fsdecode(value)
+
+
 _AXES = "give names of the mesh's axes, such as ('model',)"
 # Classes of the packages above are told by their attributes: `core` imports none of them.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -140,10 +145,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
     "field": (_is(str), "give the name of a field of the optimizer's state, such as 'nu'"),
-    "folder": (
-        lambda value: isinstance(value, str | os.PathLike) and "\0" not in os.fsdecode(value),
-        "give the path of a folder",
-    ),
+    **dict.fromkeys(("folder", "out"), (_is_path, "give the path of a folder")),
     "host_memory_bytes": (
         _optional(_is_count(1)),
         "give the bytes of a host's memory for each of its devices, or None",

@@ -61,13 +61,20 @@ class LeafTensors:
                 pass
         return out
 
-    def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes a slice of the param to the files."""
+    def write(self, index: Index, values: np.ndarray, written: Mapping[str, str]) -> None:
+        """Writes a slice of the param to the files; tensors that are `written`, of params by name, have to be equal."""
         # One after another: each slice is cast in host memory, which threads would multiply.
         for position, tensor, tensor_index in self._parts(index):
             remedy = "save it as bfloat16 or float32"
             cast = cast_values(values[position], tensor.dtype, leaf=self.path, remedy=remedy)
-            self._view(tensor, "r+")[self._features(tensor_index)] = cast
+            place, other = self._features(tensor_index), written.get(tensor.name)
+            if other is None:
+                self._view(tensor, "r+")[place] = cast
+            elif self._view(tensor, "r")[place].tobytes() != cast.tobytes():
+                raise ValueError(
+                    f"params {other!r} and {self.path!r} have one tensor, {tensor.name!r}, and differ: give each a "
+                    "name of its own"
+                )
 
     def _parts(self, index: Index) -> Iterator[tuple[tuple[int, ...], StoredTensor, Index]]:
         """Yields the tensors of a slice, each with its index in the slice and the slice of the tensor."""

@@ -595,6 +595,8 @@ def test_a_line_of_brackets_alone_is_named(load, tmp_path):
 def test_nothing_there_names_the_choices(load, tmp_path):
     with pytest.raises(ValueError, match=r"there is no .*'stdlib' for the source code"):
         load(tmp_path / "nope")
+    with pytest.raises(ValueError, match=r"seq_len=0: give a number of tokens, at least 1"):
+        load(write_text(tmp_path / "texts"), seq_len=0)
     with pytest.raises(ValueError, match=r"cannot read .* \(File name too long\)"):
         load("x" * 5000)
 

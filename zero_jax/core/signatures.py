@@ -154,7 +154,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("keep_gathered", "own_process", "quick", "weighted"), (_is(bool), "give True or False")),
     "num_steps": (_is_count(1), "give the number of steps, 1 or more"),
     "step": (_optional(_is_count(0)), "give the number of a step, as 100, or None for the newest"),
-    "seed": (_is_count(0), "give a whole number, 0 or more"),
+    **dict.fromkeys(
+        ("num_batches", "position", "prefetch_batches", "seed"), (_is_count(0), "give a whole number, 0 or more")
+    ),
+    "batch_size": (_is_count(1), "give a number of examples, at least 1"),
+    "sharding": (_has("addressable_devices_indices_map", "spec"), "give the NamedSharding of a batch"),
     "tolerance": (_optional(_is_seconds), "give a relative difference, such as 1e-4, or None"),
     "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),
     "layouts": (_optional(_are(_are(_is_count(1)))), "give sizes of mesh axes, such as [(4,), (2, 2)]"),

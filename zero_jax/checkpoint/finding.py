@@ -201,7 +201,7 @@ def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) 
         return f"there is no folder {folder}: give a run's folder"
     if (name := STEP.fullmatch(folder.name)) and (folder / RECORD_FILE).exists():
         return f"{folder} is the checkpoint of step {int(name[1])} itself: give the folder above it, and the step"
-    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+    if (folder / "config.json").exists() and any(x.suffix == ".safetensors" for x in folder.iterdir()):
         return f"no checkpoint: {folder} is a model of the Hugging Face hub: give it to --from-hf, or to zero.load_hf"
     names = first_names(folder)
     return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'}): give a run's folder"

@@ -156,7 +156,8 @@ class Lora:
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
         # By the path: the numbers do not depend on which other leaves are adapted.
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
-        shapes, ins = self._adapter_shapes(target, leaf.shape), [i for i, x in enumerate(target.labels) if x == "i"]
+        shapes = _adapter_dims(target, leaf.shape, self.rank, has_magnitude=self.dora)
+        ins = [i for i, label in enumerate(target.labels) if label == "i"]
         # `B` is 0, so that nothing is changed yet; `A` as a linear layer of PyTorch begins, as in the library PEFT.
         bound = 1 / math.sqrt(math.prod(leaf.shape[i] for i in ins))
         dtype = wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -168,10 +169,6 @@ class Lora:
             base = (dequantize(stored) if isinstance(stored, QuantizedWeight) else stored).astype(dtype)
             adapter["magnitude"] = jnp.linalg.norm(base, axis=tuple(ins), keepdims=False)
         return adapter
-
-    def _adapter_shapes(self, target: Target, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the arrays of the adapter of a leaf, by their names."""
-        return _adapter_dims(target, shape, self.rank, has_magnitude=self.dora)
 
     def param_specs(self, params: PyTree, specs: PyTree, *, mesh: Mesh) -> dict[str, PartitionSpec]:
         """Returns the `ZeroConfig.param_specs` of what `init` makes: adapters and base are sharded as the params are.
@@ -285,7 +282,8 @@ class Lora:
             if isinstance(base.get(name), Trained):
                 continue
             have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else adapter
-            makes = None if target is None else self._adapter_shapes(target, base[name].shape)
+            makes = target and _adapter_dims(target, base[name].shape, self.rank, has_magnitude=self.dora)
+            # Shapes say all: rules and dims, the rank by which alpha is divided, and whether there are magnitudes.
             if have != makes:
                 raise ValueError(
                     f"leaf {name!r} has {'no adapter' if have is None else f'the adapter {have}'}, and this Lora makes "

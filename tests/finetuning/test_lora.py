@@ -183,6 +183,14 @@ def test_rules_that_do_not_fit_are_refused(name):
         zero.Lora(rules=rules).init(PARAMS, jax.random.key(0))
 
 
+def test_a_path_matches_itself_whatever_characters_it_has():
+    params = {"w[0]": jnp.ones((8, 8)), "w0": jnp.ones((8, 8)), "v[*]": jnp.ones((8, 8))}
+    lora = zero.Lora(rules=["w[0]"], train=["v[*]"], rank=2)
+    assert {*lora.targets(params)} == {"w[0]", "w0"} and lora.trained(params) == ["v[*]"]
+    with pytest.raises(ValueError, match="dtype='int8': give a floating dtype"):
+        lora.merge(lora.init(params, jax.random.key(0)), dtype="int8")
+
+
 def test_a_pattern_passes_over_leaves_of_other_dims():
     assert {*zero.Lora(rules={"layers/*": "sio"}).targets(PARAMS)} == {"layers/w"}
 

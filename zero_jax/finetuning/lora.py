@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import brief, check_fields
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
@@ -331,7 +332,11 @@ class Lora:
         Args:
           state: the train state, or `Variables`; arrays on any devices.
           dtype: the dtype of floating leaves; None: as they are stored, quantized ones in bfloat16.
+
+        Raises:
+          ValueError: a state of another `Lora`, or a dtype that is not a floating one.
         """
+        check_arguments(dtype=dtype)
         adapters = state.masters if isinstance(state, TrainState) else state.params
         base = self._base_of(state.model_state)
         leaves, tree = self._leaves(adapters, base)

@@ -52,10 +52,15 @@ def check_rules(rules: Any) -> None:
 def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Returns the paths that match one of some patterns; raises `ValueError` for a pattern that matches nothing."""
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(_matches(name, pattern) for name in names):
             raise _unmatched(what, pattern, names)
+    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    # A path matches itself, whatever characters of patterns it has.
     # `fnmatchcase`, because `fnmatch` follows the system: on Windows it ignores case.
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
 def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dict[str, Target]:
@@ -72,7 +77,7 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
         raise ValueError(f"several leaves have the path {twice!r}, by which adapters are kept: rename one")
     by_path: dict[str, Target] = {}
     for rule, labels in rules.items() if isinstance(rules, Mapping) else dict.fromkeys(rules).items():
-        matched = [path for path in leaves if fnmatch.fnmatchcase(path, rule) and path not in trained]
+        matched = [path for path in leaves if _matches(path, rule) and path not in trained]
         if not matched:
             raise _unmatched("rules", rule, leaves)
         targets = [_target(path, leaves[path], rule, labels) for path in matched]

@@ -19,11 +19,17 @@ from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
-from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
+from zero_jax.finetuning.quantization import (
+    DEFAULT_BLOCK_SIZE,
+    QuantizedWeight,
+    built,
+    dequantize,
+    quantize,
+    quantized_dims,
+)
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
 from zero_jax.libraries import with_parameters
 from zero_jax.program.walk import as_it_is
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
@@ -157,7 +163,7 @@ class Lora:
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
         # By the path: the numbers do not depend on which other leaves are adapted.
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
-        shapes = _adapter_dims(target, leaf.shape, self.rank, has_magnitude=self.dora)
+        shapes = target.adapter_dims(leaf.shape, self.rank, has_magnitude=self.dora)
         ins = [i for i, label in enumerate(target.labels) if label == "i"]
         # `B` is 0, so that nothing is changed yet; `A` as a linear layer of PyTorch begins, as in the library PEFT.
         bound = 1 / math.sqrt(math.prod(leaf.shape[i] for i in ins))
@@ -195,10 +201,12 @@ class Lora:
             dims = checked_dims(f"param {path!r}", spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
-                arrays = _adapter_dims(target, dims, (), has_magnitude=self.dora)  # the rank is not sharded
+                arrays = target.adapter_dims(dims, (), has_magnitude=self.dora)  # the rank is not sharded
                 dims_of |= {f"{path}/{name}": axes for name, axes in arrays.items()}
             if target is not None and isinstance(node, QuantizedWeight):
-                dims_of |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
+                sizes = {"num_stack": target.num_stack, "num_rows_dims": target.num_first}
+                arrays = quantized_dims(node, dims, **sizes, mesh=mesh)
+                dims_of |= {f"{base}/{name}": axes for name, axes in arrays.items()}
             else:
                 dims_of[path if path in trained else base] = dims
         # Names may have characters of regular expressions.
@@ -283,7 +291,7 @@ class Lora:
             if isinstance(base.get(name), Trained):
                 continue
             have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else adapter
-            makes = target and _adapter_dims(target, base[name].shape, self.rank, has_magnitude=self.dora)
+            makes = target and target.adapter_dims(base[name].shape, self.rank, has_magnitude=self.dora)
             # Shapes say all: rules and dims, the rank by which alpha is divided, and whether there are magnitudes.
             if have != makes:
                 raise ValueError(
@@ -388,30 +396,3 @@ def _shape_of(node: Any, adapter: Any) -> Any:
         return jax.ShapeDtypeStruct(adapter.shape, adapter.dtype)
     dtype = jnp.float32 if isinstance(node, QuantizedWeight) else node.dtype
     return jax.ShapeDtypeStruct(node.shape, dtype)
-
-
-def _adapter_dims(target: Target, dims: Sequence[Any], rank: Any, *, has_magnitude: bool) -> dict[str, tuple[Any, ...]]:
-    """Returns the dims of an adapter's arrays by those of its weight, sizes or mesh axes, and that of the rank."""
-    stack, ins, outs = (
-        tuple(dim for dim, label in zip(dims, target.labels, strict=True) if label == side) for side in "sio"
-    )
-    arrays = {"a": (*stack, *ins, rank), "b": (*stack, rank, *outs)}
-    return arrays | {"magnitude": (*stack, *outs)} if has_magnitude else arrays
-
-
-def _quantized_dims(target: Target, dims: Dims, stored: QuantizedWeight, mesh: Mesh) -> dict[str, Dims]:
-    """Returns the axes of the dims of a quantized weight's arrays.
-
-    Several dims of a weight are one of the matrix that is stored, which can have the axes of the first of them. Rows
-    are left unsharded where the axes do not divide the blocks, and those of NF4 always: the two rows of a code are far
-    from each other.
-    """
-    num_stack, num_rows = target.num_stack, target.num_first
-    stack, rows, columns = dims[:num_stack], dims[num_stack:][:num_rows], dims[num_stack:][num_rows:]
-    row, column = (first if not any(rest) else () for first, *rest in (rows, columns))
-    row = row if stored.format == "int8" and stored.scales.shape[-2] % axis_size(mesh, row) == 0 else ()
-    of_arrays = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
-    if stored.steps is not None:
-        divides = stored.steps.shape[-1] % axis_size(mesh, column) == 0
-        of_arrays["steps"] = (*stack, row, column if divides else ())
-    return of_arrays

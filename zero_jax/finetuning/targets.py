@@ -36,6 +36,14 @@ class Target:
         """How many dims the side has that comes first after the stack."""
         return self.labels.count(self.labels[self.num_stack])
 
+    def adapter_dims(self, dims: Sequence[Any], rank: Any, *, has_magnitude: bool) -> dict[str, tuple[Any, ...]]:
+        """Returns the dims of an adapter's arrays by those of its weight, sizes or mesh axes, and that of the rank."""
+        stack, ins, outs = (
+            tuple(dim for dim, label in zip(dims, self.labels, strict=True) if label == side) for side in "sio"
+        )
+        arrays = {"a": (*stack, *ins, rank), "b": (*stack, rank, *outs)}
+        return arrays | {"magnitude": (*stack, *outs)} if has_magnitude else arrays
+
 
 def check_rules(rules: Any) -> None:
     """Raises `ValueError` for anything but patterns of leaf paths, with the letters of dims or without."""

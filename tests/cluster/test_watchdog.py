@@ -43,6 +43,14 @@ def watched(tmp_path, monkeypatch):
     return Watched(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("phase", [[], {}, 3])
+def test_a_heartbeat_of_another_program_is_none(phase, tmp_path):
+    """It ended the thread that watches, and with it the run."""
+    heartbeat = {"phase": phase, "step": 1, "beat_time": 0, "alive_time": time.time(), "every_seconds": 1}
+    (tmp_path / "process-1.json").write_text(json.dumps(heartbeat))
+    assert str(process_place(tmp_path, 1)) == "process 1: no heartbeat file"
+
+
 def test_a_loop_that_gets_on_is_left_alone(watched):
     for step in range(20):
         watched.dog.beat("step", step)

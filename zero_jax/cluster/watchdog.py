@@ -17,6 +17,7 @@ from typing import Any
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import text
 
 EXIT_CODE = 76
 
@@ -214,7 +215,7 @@ def process_place(folder: pathlib.Path, process_index: int) -> ProcessPlace:
         silent = max(0.0, now - heartbeat["alive_time"])
         return ProcessPlace(
             process_index=process_index,
-            phase=heartbeat["phase"],
+            phase=text(heartbeat["phase"]),
             step=heartbeat["step"],
             age_seconds=max(0.0, now - heartbeat["beat_time"]),
             silent_seconds=silent,

@@ -111,7 +111,9 @@ def evict_oldest(
     for path in paths:
         if path.name.startswith((_DISCARDED, PARTIAL)):
             with contextlib.suppress(OSError):
-                is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
+                # The newest of all: a folder has the time of its last new file, and one may be written for days.
+                last = max(x.lstat().st_mtime for x in [path, *path.rglob("*")])
+                is_old = time.time() - last > _ABANDONED_SECONDS
                 if is_old or path.name.startswith(_DISCARDED):
                     _discard(path)
         elif is_own(path) and (entry := _use_and_bytes(path)):

@@ -209,6 +209,8 @@ def test_its_thread_leaves_word_and_ends(tmp_path):
     assert process_place(tmp_path, 1).phase == "ended"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["process-1.json"]
+    os.mkfifo(tmp_path / "process-2.json")  # which is not waited for
+    assert process_place(tmp_path, 2).phase is None
 
 
 def test_switched_off_it_does_nothing(tmp_path):

@@ -615,7 +615,7 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
         (["--batch-size", "16"], "--batch-size: that is of text, and --batches stands for a source of your own"),
         (["--data", "words"], "--data: that is of text"),
         (["--model", "gpt-tiny"], "--model gpt-tiny: that is of the presets"),
-        (["--d-model", "64"], "--d-model: that is of the presets"),
+        (["--d-model", "64"], "error: --d-model: that is of the presets"),
     ],
 )
 def test_the_command_line_names_what_is_wrong(own, arguments, message, capsys, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import types
@@ -322,6 +323,13 @@ def test_a_config_that_no_run_wrote_is_not_written_over(config, tmp_path, text):
     with pytest.raises(ValueError, match=r"config.json is not the config of a run.*or move that file"):
         training_run.prepare(dataclasses.replace(config, name="mine", resume="auto"), model=MODEL)
     assert path.read_text() == text
+
+
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(config, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    os.mkfifo(tmp_path / "runs/mine/config.json")
+    with pytest.raises(ValueError, match=r"config.json is not the config of a run.*or move that file"):
+        training_run.prepare(dataclasses.replace(config, name="mine", resume="auto"), model=MODEL)
 
 
 def test_a_run_in_a_checkpoint_is_refused(config, tmp_path):

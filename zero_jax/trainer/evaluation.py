@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.core.text_tables import Report, aligned
+from zero_jax.core.text_tables import Report, aligned, format_figure
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
@@ -39,7 +39,7 @@ class Evaluation(Report):
     figures: Mapping[str, float]
 
     def __str__(self) -> str:
-        rows = {"data": self.data, "loss": f"{self.loss:.4f}"}
+        rows = {"data": self.data, "loss": format_figure(self.loss, decimals=4)}
         rows |= {} if self.perplexity is None else {"perplexity": f"{self.perplexity:.4g}"}
         return aligned((rows | {name: f"{value:.4g}" for name, value in self.figures.items()}).items())
 

@@ -17,11 +17,13 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import mapping, parse_json, read_file
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
 CONFIG_TITLE = "the options of this run that are set"  # with which a run's config.toml begins
 _CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 2**24
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
 
 
@@ -88,8 +90,8 @@ def _check_config(path: pathlib.Path) -> None:
     if not path.exists():
         return
     with contextlib.suppress(ValueError):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and {"model", "zero", "optimizer"} <= config.keys():
+        config = mapping(parse_json(read_file(epath.Path(path), limit_bytes=_MAX_CONFIG_BYTES)))
+        if {"model", "zero", "optimizer"} <= config.keys():
             return
     raise ValueError(
         f"{path} is not the config of a run, which would be written over it: choose another name, or move that file"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
-from zero_jax.core.text_tables import aligned, format_bytes, printable_lines
+from zero_jax.core.text_tables import aligned, format_bytes, format_figure, printable_lines
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
@@ -157,9 +157,9 @@ def figures(record: Mapping[str, Any]) -> str:
 
 
 _FIGURES: Mapping[str, Callable[[Any], str]] = {
-    "loss": lambda x: f"loss {x:.3f}",
-    "ema_loss": lambda x: f"loss of the average {x:.3f}",
-    "grad_norm": lambda x: f"grad norm {x:.2f}",
+    "loss": lambda x: f"loss {format_figure(x, decimals=3)}",
+    "ema_loss": lambda x: f"loss of the average {format_figure(x, decimals=3)}",
+    "grad_norm": lambda x: f"grad norm {format_figure(x, decimals=2)}",
     "learning_rate": lambda x: f"lr {x:.2e}",
     "tokens_per_second": lambda x: f"{x:,.0f} tokens/s",
     "examples_per_second": lambda x: f"{x:,.0f} examples/s",

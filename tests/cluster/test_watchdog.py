@@ -248,7 +248,7 @@ def start_child(*arguments):
 @pytest.mark.parametrize("hangs_too", [pytest.param("nothing else", marks=pytest.mark.slow), "the file system"])
 def test_a_process_that_hangs_ends_with_the_code_and_its_stack(hangs_too, tmp_path):
     if hangs_too == "the file system":
-        os.mkfifo(tmp_path / ".process-0.json.partial")  # a pipe that nobody reads: heartbeats wait for ever
+        os.mkfifo(tmp_path / ".partial-process-0.json")  # a pipe that nobody reads: heartbeats wait for ever
     child = start_child(0.4, tmp_path, 3, "hang")
     _, errors = child.communicate(timeout=20)
     assert child.returncode == EXIT_CODE

@@ -238,7 +238,7 @@ def test_a_token_attends_to_its_own_document_within_its_window():
         """The positions whose embedding the last position's logits depend on."""
         table = jax.nn.one_hot(tokens[0], 32) @ params["embed"]
         moved = lambda x: decoder.hidden(  # noqa: E731
-            config, {**params, "embed": x}, jnp.arange(16)[None], segments
+            config, {**params, "embed": x}, jnp.arange(16)[None], decoder.Hooks(segments)
         )[0][0, -1].sum()
         return np.flatnonzero(np.abs(jax.jit(jax.grad(moved))(table)).sum(axis=1) > 0).tolist()
 

@@ -129,8 +129,9 @@ def test_a_model_with_model_state_trains_and_resumes(config, no_picture):
 
 
 def test_speed_and_utilization_are_per_second():
-    meter = metrics.Speedometer(batch_size=4, num_tokens=100, flops=2_000, peak_flops_per_second=10_000.0)
-    assert (meter.num_units, meter.mfu(0.5)) == (100, 0.4)
+    sizes = {"batch_size": 4, "unit": "tokens", "num_units": 100, "flops": 2_000}
+    meter = metrics.Speedometer(**sizes, peak_flops_per_second=10_000.0)
+    assert meter.mfu(0.5) == 0.4
     assert dataclasses.replace(meter, peak_flops_per_second=None).mfu(0.5) is None
 
 

@@ -106,6 +106,7 @@ def test_a_cut_that_is_broken_off_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         JsonLinesWriter(path, resume_step=3)
     assert path.read_bytes() == before
+    assert [other.name for other in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_resuming_without_a_file_starts_one(tmp_path):

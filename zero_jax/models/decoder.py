@@ -34,7 +34,14 @@ Losses = dict[str, Array]  # of experts, `[B]` of each kind; empty without any
 
 
 class Hooks(NamedTuple):
-    """What a caller has a say in within the blocks; the fields are those arguments of `hidden`."""
+    """What a caller has a say in within the blocks.
+
+    Attributes:
+      segments_BT: which document each token belongs to; tokens then see their own document only. None: one document.
+      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream, `gathered`
+        what goes into the matrices of a block or of the head, which need every token.
+      attend: causal attention with the arguments of `layers.causal_attention`.
+    """
 
     segments_BT: Array | None = None
     place: PlaceFn = leave
@@ -123,32 +130,11 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
     return specs
 
 
-def hidden(
-    config: DecoderConfig,
-    params: Params,
-    tokens_BT: Array,
-    segments_BT: Array | None = None,
-    *,
-    place: PlaceFn = leave,
-    attend: Attend = causal_attention,
-) -> tuple[Array, Array]:
-    """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
+def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
+    """Returns the last hidden states `[B, T, D]`, and the losses of the experts, summed over the layers.
 
-    Args:
-      config: the model's shape.
-      params: its params; blocks that are not stacked are a list, which a Python loop runs.
-      tokens_BT: the tokens.
-      segments_BT: which document each token belongs to; tokens then see their own document only. None: one document.
-      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream, `gathered`
-        what goes into the matrices of a block or of the head, which need every token.
-      attend: causal attention with the arguments of `layers.causal_attention`.
+    Blocks that are not stacked are a list, which a Python loop runs.
     """
-    x_BTD, losses = _run(config, params, tokens_BT, Hooks(segments_BT, place, attend))
-    return x_BTD, losses["balance"].mean() if losses else jnp.zeros(())
-
-
-def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
-    """Returns the last hidden states, and the experts' losses `[B]`, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         # Rounded to the dtype first, as transformers does for Gemma.
@@ -323,7 +309,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
 
 def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at each position, in the params' dtype."""
-    logits_BTV = hidden(config, params, tokens_BT, segments_BT)[0] @ _head(config, params)
+    logits_BTV = hidden(config, params, tokens_BT, Hooks(segments_BT))[0] @ _head(config, params)
     return _capped(config, logits_BTV)
 
 
@@ -358,7 +344,7 @@ def loss_fn(
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
-    `segments`, which document each input belongs to. `place` and `attend` are as for `hidden`;
+    `segments`, which document each input belongs to. `place` and `attend` are those of `Hooks`;
     `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32: a function that makes the
     logits in parts saves the memory of the whole, but raises `ValueError` where the logits have a soft cap.
     """
@@ -375,7 +361,7 @@ def loss_fn(
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
         hooks, weights_BT = Hooks(batch.get("segments"), place, attend), batch.get("weights")
-        hidden_BTD, losses = _run(config, params, batch["inputs"], hooks)
+        hidden_BTD, losses = hidden(config, params, batch["inputs"], hooks)
         mean, aux = mean_loss(of_tokens(hidden_BTD, _head(config, params), batch["targets"]), weights_BT)
         if config.num_extra_tokens:
             run = functools.partial(apply_block, config, hooks=hooks)

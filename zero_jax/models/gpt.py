@@ -125,11 +125,6 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Arra
     return decoder.apply(config.decoder, params, tokens_BT, segments_BT)
 
 
-def apply_block(config: GPTConfig, x_BTD: Array, params: Params, **hooks: Any) -> Array:
-    """Runs one transformer block; `decoder.Hooks` has the hooks."""
-    return decoder.apply_block(config.decoder, x_BTD, params, decoder.Hooks(**hooks))[0]
-
-
 def loss_fn(config: GPTConfig, *, token_losses: TokenLosses = whole_logits, **options: Any) -> LossFn:
     """Makes `loss_fn(params, batch) -> (loss, aux)`; options and batches are as for `decoder.loss_fn`."""
     return decoder.loss_fn(config.decoder, token_losses=token_losses, **options)

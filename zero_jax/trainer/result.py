@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cluster import EXIT_CODE as SAVED
+from zero_jax.core.files.json_lines import whole_file
 from zero_jax.core.text_tables import Report, format_figure
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run, values_of
 
@@ -133,13 +133,11 @@ def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: 
     failures: list[str] = []
 
     def draw() -> None:
-        partial = path.with_name(f".partial-{path.name}")
         try:
-            plot_runs(partial, [run], title=title)
-            os.replace(partial, path)
+            with whole_file(path) as partial:
+                plot_runs(partial, [run], title=title)
         except Exception as error:  # the run is done and saved, and must not fail because of a figure
             failures.append(str(error) or type(error).__name__)
-            partial.unlink(missing_ok=True)
 
     started = time.monotonic()
     # A daemon, which does not keep the process from its end if it takes too long.

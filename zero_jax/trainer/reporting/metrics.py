@@ -49,19 +49,10 @@ class Speedometer:
     """The work of a step over all devices, for throughput and MFU."""
 
     batch_size: int
-    num_tokens: int | None  # None counts examples
+    unit: str  # what throughput counts: `tokens`, or `examples` of a model that is not about tokens
+    num_units: int  # of these in a step
     flops: int  # without rematerialization
     peak_flops_per_second: float | None  # None where it is not known (a CPU)
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts: `tokens`, or `examples` of a model that is not about tokens."""
-        return "examples" if self.num_tokens is None else "tokens"
-
-    @property
-    def num_units(self) -> int:
-        """Tokens or examples of a step, over all devices."""
-        return self.batch_size if self.num_tokens is None else self.num_tokens
 
     def mfu(self, step_seconds: float) -> float | None:
         """Returns the model FLOPs utilization for a step time (Chowdhery et al. 2022, appendix B)."""
@@ -82,9 +73,11 @@ def make_speedometer(
     loss = step_loss.program.trace(*step_loss.shapes(state.variables, data.batch_shapes)).closed
     trained = trained_params(tx, state, step_loss.placement.precision, mesh=mesh)
     hardware = hardware_of(mesh.devices.flat[0])
+    unit, num_units = ("examples", data.batch_size) if data.num_tokens is None else ("tokens", data.num_tokens)
     return Speedometer(
         batch_size=data.batch_size,
-        num_tokens=data.num_tokens,
+        unit=unit,
+        num_units=num_units,
         # After the params come model state, batch and key, which have no gradients.
         flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,

@@ -53,6 +53,8 @@ _ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
 }
+# As Megatron-LM: what reads the residual stream is sharded by columns and what writes to it by rows, so that attention
+# and MLP have one all-reduce each.
 _INTO_STREAM = ("out", "down", "shared_down")
 _COLUMNS = {"query", "gate", "up", "query_bias", "gate_bias", "up_bias", "shared_gate", "shared_up"}
 _KEY_COLUMNS = {"key", "value", "key_bias", "value_bias"}
@@ -60,7 +62,7 @@ _KEY_COLUMNS = {"key", "value", "key_bias", "value_bias"}
 
 def init(config: DecoderConfig, key: Array) -> Params:
     """Makes float32 params, whose shapes are `config.shapes`: `embed` [V, D], `blocks` [layers, ...] and so on."""
-    scale = 0.0 if config.norm_offset else 1.0
+    scale = 0.0 if config.norm_offset else 1.0  # norms multiply by 1 in both cases
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
     params: Params = {"embed": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.d_model))}
     params |= {"blocks": _init_stack(config, "blocks", blocks_key), "final_norm": jnp.full(config.d_model, scale)}
@@ -110,6 +112,7 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
                 f"{name}={size} does not split over the {model_size} devices of the model axis: choose a multiple of "
                 f"{model_size}{hint}"
             )
+    # Key heads that the devices do not divide are on each of them: a part of a head is of no use.
     shares_keys = model_size is None or config.num_kv_heads % model_size == 0
     column_names = _COLUMNS | (_KEY_COLUMNS if shares_keys else set())
 
@@ -161,7 +164,7 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks
         # Unrolled: whether a layer has a window is known when it is traced, and a scan traces one layer for all.
         return each_of(x_BTD, [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(num_layers)], first)
 
-    if config.num_dense_layers:
+    if config.num_dense_layers:  # a config with these has no window
         x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, False), x_BTD, params["dense_blocks"])
     losses: list[Losses] = []
     size = 1 if config.window is None else config.window_period
@@ -173,11 +176,11 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks
     elif size == 1:
         x_BTD, each = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
-    elif num_periods:
+    elif num_periods:  # layers of a period differ, periods do not
         stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
         x_BTD, each = jax.lax.scan(functools.partial(period, num_layers=size), x_BTD, stacks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
-    if num_left:
+    if num_left:  # the last period is cut off, as in Gemma 3 1B: 26 layers in periods of 6
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
         x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
         losses.append(of_rest)
@@ -241,6 +244,7 @@ def _attention(config: DecoderConfig, y_BTD: Array, params: Params, hooks: Hooks
     if config.latent is not None:
         sizes = {"num_heads": config.num_heads, "theta": config.rope_theta, "scaling": scaling}
         heads = config.latent.heads(y_BTD, params, **sizes)
+        # YaRN sharpens the softmax over longer contexts; elsewhere by the magnitude of the turned features.
         scale *= 1.0 if scaling is None else scaling.logits_factor
     else:
         heads = _heads(config, y_BTD, params, window)
@@ -260,6 +264,7 @@ def _heads(config: DecoderConfig, y_BTD: Array, params: Params, window: bool) ->
         _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
         for name in ("query", "key", "value")
     )
+    # Before the rotation, as in Qwen 3 and Gemma 3: scales of single features do not commute with it.
     if config.qk_norm:
         query_BTNH = _norm(config, query_BTNH, params, "query_norm")
         key_BTKH = _norm(config, key_BTKH, params, "key_norm")
@@ -330,6 +335,7 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
 
 def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
     """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
+    # Of bfloat16, whose 8 bits would round losses to steps of about a hundredth.
     logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 
@@ -375,6 +381,7 @@ def loss_fn(
             num_layers = config.num_layers - config.num_dense_layers + config.num_extra_tokens
             aux["expert_balance"] = mean_loss(of_sequences["balance"], weights_BT)[0] / num_layers
             mean += config.expert_balance * aux["expert_balance"]
+        # It is 0, and has a gradient in the biases alone.
         if "bias" in losses:
             mean += mean_loss(of_sequences["bias"], weights_BT)[0]
         return mean, aux
@@ -411,6 +418,7 @@ def _extra_losses(
     for depth in range(1, config.num_extra_tokens + 1):
         layer = jax.tree.map(lambda stack, i=depth - 1: stack[i], params["extra_blocks"])
         norm = functools.partial(_norm, config, params=layer)
+        # The token before the one that is predicted here: for depth 1 the next token, which is the target.
         between_BTD = params["embed"][jnp.roll(targets_BT, 1 - depth, axis=1)]
         pairs = (norm(between_BTD, name="embed_norm"), norm(hidden_BTD, name="hidden_norm"))
         x_BTD = jnp.concatenate(pairs, axis=-1) @ layer["project"]

@@ -57,6 +57,7 @@ def as_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
         if isinstance(given, type):
             raise ValueError(f"{what}={shown(given)} is a class: give an object of it")
         check_takes(what, function, _ARGUMENTS, remedy=_REMEDY)
+        # A bool is an int of Python.
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"{what}: every={shown(every)}: give a number of steps, 1 at least")
         made.append(Callback(function, every))
@@ -91,7 +92,7 @@ def _calls_for_stop(callback: Callback, step: int, metrics: Mapping[str, Any], s
         error.add_note(f"{what} has raised this")
         raise
     try:
-        check_not_donated(state)
+        check_not_donated(state)  # now: the next step would fail without the callback's name
     except ValueError as error:
         why = f"has donated or deleted arrays of the state: let it copy them first ({error})"
         raise ValueError(f"{what} {why}") from error

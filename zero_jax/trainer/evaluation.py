@@ -95,6 +95,7 @@ class Validation:
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
         """Returns the `means` of params, and the `ema_loss` of their moving average if the optimizer has one."""
+        # Both on all batches: a signal between them leaves the validation without a result.
         means, ema = self.means(state.variables, goes_on=goes_on), ema_params(state.opt_state)
         if means is None or ema is None:
             return means
@@ -110,6 +111,7 @@ class Validation:
         weights, losses, figures = list[PartWeight](), list[float](), list[dict[str, float]]()
         for batch in self._placed():
             metrics = self._evaluate(params, batch)
+            # Waits: batches ahead of the devices would fill their memory.
             weights.append(jax.device_get(metrics.weight or self._data.weight(batch)))
             losses.append(float(metrics.loss))
             figures.append(self._data.figures(metrics.aux))

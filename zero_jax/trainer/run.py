@@ -319,6 +319,7 @@ def prepare(
         run_input = _input_of(config, model, mesh, log)
         if isinstance(run_input, OwnInput):
             config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+        # From here on the number of steps is known, whichever way it was given.
         if config.epochs is not None:
             config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
         schedule = None
@@ -334,6 +335,7 @@ def prepare(
         if jax.process_count() > 1:
             # Before the state is made: initialization with other shapes in one process ends in an abort.
             train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
+        # Last: what is refused above leaves no folder behind.
         folder, has_new_folder = make_folder(
             user_path(config.out),
             config.name,
@@ -367,6 +369,7 @@ def _mesh_of(config: TrainConfig) -> Mesh:
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, leave it out to use all{more}"
         )
+    # `data` takes what these leave.
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
@@ -492,6 +495,7 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
     if config.checkpoints is None:
         return
     folder = resolve_folder(_checkpoints_of(config, user_path(config.out) / name))
+    # A folder beside other runs' may be in use by a run whose own folder is elsewhere.
     if (folder / LOCK).exists():
         FolderLock(folder / LOCK).check()
     if config.resume == "never" and list_step_folders(folder):

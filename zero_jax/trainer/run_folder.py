@@ -56,6 +56,7 @@ def make_folder(
     for a name that is used elsewhere.
     """
     names, is_new = [folder_name(name, default_name)], False
+    # A resumed run goes on in the folder of the default name, and a new one finds a name that is free.
     if name is None and not resume:
         names += [f"{names[0]}-{i}" for i in range(2, 10_000)]
 

@@ -147,6 +147,7 @@ def figures(record: Mapping[str, Any]) -> str:
     present = {name: value for name, value in record.items() if value is not None}
     label = "" if present.get("kind", "train") == "train" else f"{present['kind']} "
     standard = {name: form(present[name]) for name, form in _FIGURES.items() if name in present}
+    # The loss first, then what the user's function returns, which is what one looks for.
     losses = [standard.pop(name) for name in ("loss", "ema_loss") if name in standard]
     custom = [f"{name} {present[name]:.4g}" for name in present if name not in FIELDS][:_MAX_OWN_FIGURES]
     shown = [label + figure for figure in [*losses, *custom, *standard.values()] if figure]

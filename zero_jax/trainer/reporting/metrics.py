@@ -140,6 +140,7 @@ class Progress:
         self.train.append((dispatched.step, loss))
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
+        # Of a skipped step the loss may be finite, and its gradient not.
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
         self.nonfinite_leaf = None if leaf < 0 else self.param_names[leaf]
         self.num_skipped_steps = int(metrics["num_skipped_steps"])
@@ -220,7 +221,7 @@ def per_device_bytes(tree: Any) -> int:
 
 def device_memory_bytes(device: Any) -> int:
     """Returns the peak memory in use on a device, or the bytes of live arrays where the backend has no count (CPU)."""
-    stats = device.memory_stats() or {}
+    stats = device.memory_stats() or {}  # None on CPUs
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     return sum(shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 import re
@@ -622,6 +623,34 @@ def test_the_command_line_names_what_is_wrong(own, arguments, message, capsys, t
     status, out, err = run([*COMMAND, *own, *arguments], capsys)
     assert (status, out) == (2, "") and message in err, err
     assert not (tmp_path / "runs").exists()
+
+
+WRONG = {
+    "None": None, "text": "x", "integer": 3, "negative": -1, "nan": float("nan"), "list": [1], "nothing": [],
+    "dict": {"a": 1}, "object": object(), "function": lambda: None, "bytes": b"x", "class": dict, "bool": True,
+}  # fmt: skip
+RIGHT = {
+    "tx": {"None"},
+    "validation": {"None", "class"},  # a class is a function, which may raise what it likes
+    "eval_fn": {"None", "class"},
+    "loss_fn": {"class"},
+    "init_fn": {"class"},
+    "batches": {"class"},
+    "param_specs": {"None", "nothing"},
+    "callbacks": {"nothing"},
+    "trackers": {"nothing"},
+    "name": {"text"},
+}
+
+
+@pytest.mark.parametrize("parameter", inspect.signature(zero.Trainer).parameters)
+def test_arguments_of_another_kind_are_refused(config, parameter):
+    """In one line of zero_jax's own, which names the argument, whatever it is given."""
+    right = {"loss_fn": loss_fn, "init_fn": init_fn, "batches": batch_of, "config": config}
+    for kind in WRONG.keys() - RIGHT.get(parameter, set()):
+        with pytest.raises(ValueError, match=rf"^({parameter}\b|the first batch )") as caught:
+            zero.Trainer(**right | {parameter: WRONG[kind]}).train(log=lambda _: None)
+        assert len(str(caught.value).splitlines()) == 1, kind
 
 
 def test_a_model_of_ones_own_needs_all_three(own, capsys):

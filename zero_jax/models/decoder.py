@@ -146,12 +146,12 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks
         x_BTD += params["position"][places(tokens_BT, hooks.segments_BT)]
     x_BTD = hooks.place(x_BTD, "residual")
 
-    # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
-    blocks, prevent_cse = params["blocks"], isinstance(params["blocks"], list)
+    blocks, is_list = params["blocks"], isinstance(params["blocks"], list)
 
     def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
         run = functools.partial(apply_block, config, hooks=hooks, window=window)
-        return (jax.checkpoint(run, prevent_cse=prevent_cse) if config.remat else run)(x_BTD, layer)
+        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
+        return (jax.checkpoint(run, prevent_cse=is_list) if config.remat else run)(x_BTD, layer)
 
     def each_of(x_BTD: Array, layers: Sequence[Params], first: int = 0) -> tuple[Array, Losses]:
         losses = []
@@ -167,10 +167,10 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks
     if config.num_dense_layers:  # a config with these has no window
         x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, False), x_BTD, params["dense_blocks"])
     losses: list[Losses] = []
-    size = 1 if config.window is None else config.window_period
+    size = 1 if config.window is None or is_list else config.window_period
     num_periods, num_left = divmod(config.num_layers - config.num_dense_layers, size)
     in_periods = num_periods * size
-    if isinstance(blocks, list):
+    if is_list:
         x_BTD, of_all = each_of(x_BTD, blocks)
         losses.append(of_all)
     elif size == 1:

@@ -57,16 +57,18 @@ class Routes:
     is_chosen_BTE: Array  # 1 where a token goes to an expert, else 0, float32
     shares_BTE: Array  # what the router gives each expert, of 1 for all, float32
 
+    @property
+    def load_BE(self) -> Array:
+        """The tokens of a sequence that an expert gets, as a multiple of an even share."""
+        return self.is_chosen_BTE.mean(axis=1) * (self.is_chosen_BTE.shape[-1] / self.experts_BTk.shape[-1])
+
     def balance(self) -> Array:
         """Returns the loss `[B]` that balances the experts of a sequence (DeepSeek-V3, equation 17, no factor)."""
-        num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
-        load_BE = self.is_chosen_BTE.mean(axis=1) * (num_experts / k)
-        return (load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1)
+        return (self.load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1)
 
     def bias_term(self, bias_E: Array) -> Array:
         """Returns 0 `[B]`, whose gradient in the biases is the relative error of the experts' load in a sequence."""
-        num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
-        error_BE = jax.lax.stop_gradient(self.is_chosen_BTE.mean(axis=1) * (num_experts / k) - 1)
+        error_BE = jax.lax.stop_gradient(self.load_BE - 1)
         bias_E = bias_E.astype(jnp.float32)
         return (error_BE * (bias_E - jax.lax.stop_gradient(bias_E))).sum(axis=-1)
 

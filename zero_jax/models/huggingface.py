@@ -128,10 +128,7 @@ def _equal_heads(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _switch(hf_config: Mapping[str, Any], key: str) -> bool:
     """Returns a switch of a config, False where it is missing; raises `ValueError` for anything else."""
-    value = hf_config.get(key)
-    if not isinstance(value, bool | None):
-        raise ValueError(f"{key}={short(value)}: the config needs true or false")
-    return bool(value)
+    return bool(_given(hf_config, key, bool, "true or false"))
 
 
 # What a family reads of a config besides its table.
@@ -176,10 +173,14 @@ def _positive(settings: Mapping[str, Any], key: str) -> float:
 
 def _section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns an object of a config, empty where there is none; raises `ValueError` for anything else."""
+    return _given(settings, key, Mapping, "an object") or {}
+
+
+def _given(settings: Mapping[str, Any], key: str, kind: type, needed: str) -> Any:
     value = settings.get(key)
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"{key}={short(value)}: the config needs an object")
-    return value or {}
+    if not isinstance(value, kind | None):
+        raise ValueError(f"{key}={short(value)}: the config needs {needed}")
+    return value
 
 
 def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:

@@ -49,8 +49,6 @@ class Callback:
 
 def as_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
     """Returns callbacks of functions, and of objects with a method `on_step` and maybe a number `every`."""
-    if not isinstance(callbacks, Sequence):
-        raise ValueError(f"callbacks={shown(callbacks)}: give a list")
     made = []
     for i, given in enumerate(callbacks):
         what, function, every = f"callbacks[{i}]", getattr(given, "on_step", given), getattr(given, "every", 1)

@@ -30,10 +30,10 @@ from zero_jax.checkpoint import (
     resolve_folder,
 )
 from zero_jax.core.agreement import Agreement, agree_on, from_first_process
-from zero_jax.core.field_checks import check_fields, hinted
+from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import mapping, user_path
-from zero_jax.core.signatures import check_takes
+from zero_jax.core.signatures import check_arguments, check_takes
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
@@ -305,6 +305,7 @@ def prepare(
       OtherProcessFailed: in the other processes, where one alone refuses something.
     """
     with Agreement():
+        _check_kinds(config, model, callbacks=callbacks, trackers=trackers)
         called = as_callbacks(callbacks)
         # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
@@ -357,6 +358,19 @@ def prepare(
             callbacks=called,
             trackers=tracker_functions([*named, *trackers]),
         )
+
+
+def _check_kinds(config: Any, model: Model | OwnModel, **hooks: Any) -> None:
+    """Raises `ValueError` for arguments of `prepare` of another kind than those that it takes."""
+    if not isinstance(config, TrainConfig):
+        raise ValueError(
+            f"config={shown(config)}: give a zero.TrainConfig, as zero.TrainConfig(zero=zero.ZeroConfig(stage=3))"
+        )
+    check_value("name", model.name, str)
+    check_arguments(**hooks)
+    # With one device along `model` they are not used, and what is none of them is refused all the same.
+    if config.model_axis == 1:
+        check_arguments(param_specs=model.param_specs)
 
 
 def _mesh_of(config: TrainConfig) -> Mesh:

@@ -653,6 +653,21 @@ def test_arguments_of_another_kind_are_refused(config, parameter):
         assert len(str(caught.value).splitlines()) == 1, kind
 
 
+def test_functions_of_the_trainer_take_their_own_records(config):
+    model = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
+    evaluate = functools.partial(zero.trainer.evaluate, params={}, mesh=zero.make_mesh())
+    for call, message in {
+        lambda: prepare(config.zero, model=model): "config=ZeroConfig.*: give a zero.TrainConfig",
+        lambda: prepare(config, model=loss_fn): "model=<function .*: give a zero.trainer.OwnModel",
+        lambda: evaluate(loss_fn, config=config): "model=<function .*: give a zero.trainer.OwnModel",
+        lambda: evaluate(model, config=config.zero): "config=ZeroConfig.*: give a zero.TrainConfig",
+        lambda: zero.trainer.make_optimizer("adam", num_steps=3): "config='adam': give a zero.trainer.OptimizerConfig",
+        lambda: zero.trainer.plot_runs("a.png", ["runs/a"]): r"runs\[0\]='runs/a': give what zero.trainer.read_run",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_a_model_of_ones_own_needs_all_three(own, capsys):
     status, _, err = run([*COMMAND, *own[:4]], capsys)
     assert status == 2 and "--loss is of a model of your own, which needs --loss, --init and --batches: give --b" in err

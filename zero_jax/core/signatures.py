@@ -44,6 +44,12 @@ def check_callable(what: str, function: Any, *, remedy: str) -> None:
         raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
 
 
+def check_is(what: str, value: Any, kinds: Any, *, remedy: str) -> None:
+    """Raises `ValueError` for a value that is of none of some classes, or their union."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{what}={shown(value)}: {remedy}")
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Returns `file:line (name)` of a function, or its name alone if it is not written in Python."""
     inner: Any = function

@@ -17,7 +17,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
 from zero_jax.trainer.inputs.sources import BatchesEnded, Together
-from zero_jax.trainer.run import Model, RunInput, TrainConfig, open_text
+from zero_jax.trainer.run import Model, RunInput, TrainConfig, check_kinds, open_text
 from zero_jax.training import TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
 
@@ -66,6 +66,7 @@ def evaluate(
     Raises:
       ValueError: as `prepare`; or a model of the user's own without batches to validate on.
     """
+    check_kinds(config, model)
     if isinstance(model, OwnModel):
         data: RunInput = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
     else:

@@ -15,6 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.field_checks import check_fields, check_value, hinted
+from zero_jax.core.signatures import check_is
 from zero_jax.core.tree import PathPatterns, leaf_names, path_name
 from zero_jax.sharding.precision import floating_dtype
 from zero_jax.training import check_decay, params_ema, round_state
@@ -214,6 +215,7 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
       >>> hasattr(tx, "update")
       True
     """
+    check_is("config", config, OptimizerConfig, remedy="give a zero.trainer.OptimizerConfig")
     optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
     options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
     nu_dtype = options.pop("nu_dtype", None)  # not optax's to cast

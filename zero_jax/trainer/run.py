@@ -33,7 +33,7 @@ from zero_jax.core.agreement import Agreement, agree_on, from_first_process
 from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import mapping, user_path
-from zero_jax.core.signatures import check_arguments, check_takes
+from zero_jax.core.signatures import check_arguments, check_is, check_takes
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
@@ -200,8 +200,7 @@ class TrainConfig:
         """Raises `ValueError` for invalid values."""
         check_fields(self, lowest=_LOWEST, highest=_HIGHEST)
         for name, kind in _PARTS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name}={shown(getattr(self, name))}: give a {kind.__name__}")
+            check_is(name, getattr(self, name), kind, remedy=f"give a {kind.__name__}")
         object.__setattr__(self, "zero", _chosen(self.zero))
         if self.name is not None:
             check_name(self.name)
@@ -305,7 +304,8 @@ def prepare(
       OtherProcessFailed: in the other processes, where one alone refuses something.
     """
     with Agreement():
-        _check_kinds(config, model, callbacks=callbacks, trackers=trackers)
+        check_kinds(config, model)
+        check_arguments(callbacks=callbacks, trackers=trackers)
         called = as_callbacks(callbacks)
         # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
@@ -360,14 +360,12 @@ def prepare(
         )
 
 
-def _check_kinds(config: Any, model: Model | OwnModel, **hooks: Any) -> None:
-    """Raises `ValueError` for arguments of `prepare` of another kind than those that it takes."""
-    if not isinstance(config, TrainConfig):
-        raise ValueError(
-            f"config={shown(config)}: give a zero.TrainConfig, as zero.TrainConfig(zero=zero.ZeroConfig(stage=3))"
-        )
+def check_kinds(config: Any, model: Any) -> None:
+    """Raises `ValueError` for what is no config of a run, and no model."""
+    remedy = "give a zero.TrainConfig, as zero.TrainConfig(zero=zero.ZeroConfig(stage=3))"
+    check_is("config", config, TrainConfig, remedy=remedy)
+    check_is("model", model, Model | OwnModel, remedy="give a zero.trainer.OwnModel, or a zero.trainer.Model of text")
     check_value("name", model.name, str)
-    check_arguments(**hooks)
     # With one device along `model` they are not used, and what is none of them is refused all the same.
     if config.model_axis == 1:
         check_arguments(param_specs=model.param_specs)

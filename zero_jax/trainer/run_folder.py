@@ -69,7 +69,11 @@ def make_folder(
                 is_new = not (out / candidate).exists()
                 # Of two runs that start at once `mkdir` lets one have the name.
                 (out / candidate).mkdir(parents=True, exist_ok=resume)
-                _check_config(out / candidate / _CONFIG)
+                if (config := out / candidate / _CONFIG).exists() and not is_run_config(config):
+                    raise ValueError(
+                        f"{config} is not the config of a run, which would be written over it: choose another name, or "
+                        "move that file"
+                    )
                 return str((out / candidate).absolute())
             except FolderInUse:
                 if len(names) == 1:
@@ -86,17 +90,12 @@ def make_folder(
     return pathlib.Path(from_first_process(make)), is_new
 
 
-def _check_config(path: pathlib.Path) -> None:
-    """Raises `ValueError` for a config in the folder of a run that no run wrote, as that of a model of the hub."""
-    if not path.exists():
-        return
+def is_run_config(path: pathlib.Path) -> bool:
+    """Returns whether a file is the `config.json` of a run, and not that of a model of the hub, or something else."""
     with contextlib.suppress(ValueError):
         config = mapping(parse_json(read_file(epath.Path(path), limit_bytes=_MAX_CONFIG_BYTES)))
-        if {"model", "zero", "optimizer"} <= config.keys():
-            return
-    raise ValueError(
-        f"{path} is not the config of a run, which would be written over it: choose another name, or move that file"
-    )
+        return {"model", "zero", "optimizer"} <= config.keys()
+    return False
 
 
 @contextlib.contextmanager

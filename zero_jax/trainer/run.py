@@ -317,21 +317,14 @@ def prepare(
         check_params_fit(model.init_fn, mesh=mesh)
         if tx is None and config.epochs is None:
             make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
-        run_input = _input_of(config, model, mesh, log)
-        if isinstance(run_input, OwnInput):
-            config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
-        # From here on the number of steps is known, whichever way it was given.
-        if config.epochs is not None:
-            config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+        config, run_input = _with_input(config, model, mesh, log)
         schedule = None
         if tx is None:
             schedule = make_schedule(config.optimizer, num_steps=config.steps)
             tx = make_optimizer(config.optimizer, num_steps=config.steps)
         if config.init_from is not None and config.resume == "never":
             find_restorable(config.init_from)  # before there is a folder
-        skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
-        specs = model.param_specs if specs is None and config.model_axis > 1 else specs
-        zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
+        zero = _zero_of(config, model)
         train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
         if jax.process_count() > 1:
             # Before the state is made: initialization with other shapes in one process ends in an abort.
@@ -393,9 +386,27 @@ def _mesh_of(config: TrainConfig) -> Mesh:
     return mesh
 
 
-def _input_of(config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]) -> RunInput:
-    if isinstance(model, Model):
-        return open_text(config, model, mesh, log)
+def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
+    """Returns `config.zero` with the trainer's additions: what the model says of its sharding, and skipped steps."""
+    skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+    return dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
+
+
+def _with_input(
+    config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]
+) -> tuple[TrainConfig, RunInput]:
+    """Returns the data of a run, and its config with what the data decide: the steps, and the size of own batches."""
+    run_input = open_text(config, model, mesh, log) if isinstance(model, Model) else _own_input(config, model, mesh)
+    if isinstance(run_input, OwnInput):
+        config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+    # From here on the number of steps is known, whichever way it was given.
+    if config.epochs is not None:
+        config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+    return config, run_input
+
+
+def _own_input(config: TrainConfig, model: OwnModel, mesh: Mesh) -> OwnInput:
     for name in TEXT_FIELDS:
         if getattr(config, name) != getattr(TrainConfig, name):
             raise ValueError(

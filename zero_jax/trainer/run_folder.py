@@ -91,7 +91,14 @@ def make_folder(
 
 
 def is_run_config(path: pathlib.Path) -> bool:
-    """Returns whether a file is the `config.json` of a run, and not that of a model of the hub, or something else."""
+    """Returns whether a file is the `config.json` of a run, and not that of a model of the hub, or something else.
+
+    Example:
+      >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
+      >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx).train(log=str)
+      >>> zero.trainer.is_run_config(folder / "first" / "config.json")
+      True
+    """
     with contextlib.suppress(ValueError):
         config = mapping(parse_json(read_file(epath.Path(path), limit_bytes=_MAX_CONFIG_BYTES)))
         return {"model", "zero", "optimizer"} <= config.keys()

@@ -217,6 +217,8 @@ def test_its_thread_leaves_word_and_ends(tmp_path):
     assert process_place(tmp_path, 1).phase == "ended"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["process-1.json"]
+    os.mkfifo(tmp_path / "process-2.json")  # which is not waited for
+    assert process_place(tmp_path, 2).phase is None
 
 
 def test_switched_off_it_does_nothing(tmp_path):
@@ -254,7 +256,7 @@ def start_child(*arguments):
 @pytest.mark.parametrize("hangs_too", [pytest.param("nothing else", marks=pytest.mark.slow), "the file system"])
 def test_a_process_that_hangs_ends_with_the_code_and_its_stack(hangs_too, tmp_path):
     if hangs_too == "the file system":
-        os.mkfifo(tmp_path / ".process-0.json.partial")  # a pipe that nobody reads: heartbeats wait for ever
+        os.mkfifo(tmp_path / ".partial-process-0.json")  # a pipe that nobody reads: heartbeats wait for ever
     child = start_child(0.4, tmp_path, 3, "hang")
     _, errors = child.communicate(timeout=20)
     assert child.returncode == EXIT_CODE

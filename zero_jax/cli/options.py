@@ -127,7 +127,7 @@ def from_file(options: argparse.Namespace) -> frozenset[str]:
 def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
     """Raises `ValueError` with a reason if the command line has one of these options (names with dashes)."""
     fields = {destination.split(".")[-1] for destination in explicit(options)}
-    refused = [name for name in names if name[2:].replace("-", "_") in fields]
+    refused = [name for name in dict.fromkeys(names) if name[2:].replace("-", "_") in fields]
     if refused:
         raise ValueError(f"{' and '.join(refused)}: {reason}")
 

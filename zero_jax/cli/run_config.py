@@ -24,6 +24,7 @@ from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
 from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.untrusted import open_regular
+from zero_jax.core.files.user_cache import has_mark
 from zero_jax.planning import PlanReport
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import CONFIG_TITLE, Model, Run, TrainConfig
@@ -94,7 +95,7 @@ def save_options(run: Run, options: argparse.Namespace, *, log: Callable[[str], 
         sections["lora"] = field_values(SECTIONS["lora"], options)
     title = f"{CONFIG_TITLE}, for `zero-jax train --config` (zero_jax {zero_jax.__version__})"
     path = run.folder / "config.toml"
-    if path.exists() and not path.read_bytes().startswith(f"# {CONFIG_TITLE}".encode()):  # a file of the user's
+    if path.exists() and not has_mark(path, f"# {CONFIG_TITLE}".encode()):  # a file of the user's
         names = (path.with_name(f"config-{i}.toml") for i in itertools.count(1))
         kept = next(name for name in names if not name.exists())
         log(f"{path} was not written by a run: it is {kept.name} now, and config.toml has the options of this run")

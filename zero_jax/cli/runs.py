@@ -26,7 +26,7 @@ from zero_jax.models.huggingface import hf_config, tensor_names
 from zero_jax.pretrained import TensorName, export_hf, open_hf, run_companions, save_tensors
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig
+from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig, is_run_config
 from zero_jax.trainer import evaluate as evaluate_params
 from zero_jax.training import ZeroConfig, make_placement
 
@@ -207,10 +207,16 @@ def _find(options: argparse.Namespace, *more: str) -> _Source:
     if file is not None:
         run = read_run_options(file, options.known["train"], *more)
         return _Source(run=run, path=options.path, is_run=True, step=options.step)
-    if not (user_path(options.path) / "config.json").is_file():
+    config = user_path(options.path) / "config.json"
+    if not config.is_file():
         raise ValueError(
             f"{options.path} is neither a run (a folder with config.toml, its checkpoints, or one of them) nor a "
             "checkpoint of the hub (a folder with config.json and *.safetensors): give one of these"
+        )
+    if is_run_config(config):
+        raise ValueError(
+            f"{options.path} is a run that zero.Trainer made in Python, with a model that is not known here: go on in "
+            "Python (zero.restore, zero.trainer.evaluate), or write its params by `zero-jax export`"
         )
     if options.step is not None:
         raise ValueError(

@@ -44,6 +44,12 @@ def check_callable(what: str, function: Any, *, remedy: str) -> None:
         raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
 
 
+def check_is(what: str, value: Any, kinds: Any, *, remedy: str) -> None:
+    """Raises `ValueError` for a value that is of none of some classes, or their union."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{what}={shown(value)}: {remedy}")
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Returns `file:line (name)` of a function, or its name alone if it is not written in Python."""
     inner: Any = function
@@ -139,6 +145,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _optional(_is(str, os.PathLike)),
         "give a folder, 'default' for the user's cache folder, or None for none",
     ),
+    **dict.fromkeys(("callbacks", "trackers"), (_are(lambda _: True), "give a list")),
     "compiler_options": (_optional(_is(Mapping)), "give a dict of compiler options, or None"),
     "config": (_has("stage", "num_microbatches", "axes_of"), "give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)"),
     "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),
@@ -197,7 +204,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "batch_sizes": (_optional(_some(_is_count(1))), "give numbers of examples, such as (32, 64)"),
     "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),
     "seq_len": (_optional(_is_count(1)), "give a number of tokens, at least 1, or None"),
-    "specs": (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
+    **dict.fromkeys(
+        ("param_specs", "specs"),
+        (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
+    ),
     "stages": (_some(_is_count(0)), "give stages to try, such as (2, 3)"),
     "targets": (_some(_is(str)), "give names of modules, such as 'q_proj,v_proj', or 'all-linear'"),
     "temporaries": (_optional(callable), "give a function of a setting that returns bytes, or None"),

@@ -88,7 +88,7 @@ def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[
     for start, stop in itertools.pairwise(bounds):
         inside = eqns[start:stop]
         made = {var for eqn in inside for var in eqn.outvars}
-        read = dict.fromkeys(var for eqn in inside for var in jaxprs.variables(eqn))
+        read = dict.fromkeys(itertools.chain(*sequence.facts.reads[start:stop]))
         yield RepeatedBlock(
             start=start,
             stop=stop,
@@ -278,18 +278,19 @@ class EqnSequence:
         self.facts, self.jaxpr, self.last_read, self.tied = facts, facts.jaxpr, facts.last_read, tied
         signatures = _Signatures()
         self.eqns: list[int] = []
-        numbers: list[int] = []
-        users: list[int] = []
+        numbers, sizes, users = list[int](), list[int](), list[int]()
         for i, eqn in enumerate(self.jaxpr.eqns):
             if facts.only_params(eqn):
                 continue
-            if facts.params_in(eqn):
+            if i in facts.uses:
                 users.append(len(self.eqns))
             self.eqns.append(i)
-            numbers.append(signatures.of(eqn))
+            number, size = signatures.of(eqn)
+            numbers.append(number)
+            sizes.append(size)
         self.numbers = np.asarray(numbers, np.int64)
         self.users = np.asarray(users, np.int64)  # places of what takes params and activations
-        self.sizes = np.asarray([1 + signatures.num_inner(self.jaxpr.eqns[i]) for i in self.eqns], np.int64)
+        self.sizes = np.asarray(sizes, np.int64)  # in equations, those within counted
         # How many bytes are made up to each place, and how many of them cross it
         made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
         inputs = [var for var in self.jaxpr.invars if self.facts.kind(var) == "value"]
@@ -359,9 +360,8 @@ class EqnSequence:
         made_at: dict[Any, int] = {}
         rows: list[tuple[int, int, bool]] = []
         for place, i in enumerate(self.eqns):
-            eqn = self.jaxpr.eqns[i]
-            rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*jaxprs.variables(eqn)} if x in made_at]
-            made_at.update((var, place) for var in eqn.outvars if is_float(var.aval))
+            rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*self.facts.reads[i]} if x in made_at]
+            made_at.update((var, place) for var in self.jaxpr.eqns[i].outvars if is_float(var.aval))
         return np.asarray(rows, np.int64).reshape(-1, 3).T
 
     @functools.cached_property
@@ -370,7 +370,7 @@ class EqnSequence:
         numbers: dict[Hashable, int] = {}
         pairs: list[tuple[int, int]] = []
         for place in self.users.tolist():
-            read = jaxprs.variables(self.jaxpr.eqns[self.eqns[place]])
+            read = self.facts.reads[self.eqns[place]]
             used = [self.facts.origins[var] for var in read if self.facts.kind(var) == "param"]
             pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
@@ -405,21 +405,20 @@ class _Signatures:
     def number(self, key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def of(self, eqn: Any) -> int:
-        inner = tuple(self.of_jaxpr(jaxpr)[1] for jaxpr in jaxprs.inner_jaxprs(eqn))
+    def of(self, eqn: Any) -> tuple[int, int]:
+        """Returns the number of an equation, and how many equations it is with those in it."""
+        inner = [self.of_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn)]
         avals = [tuple(_kind(var.aval) for var in variables) for variables in (eqn.invars, eqn.outvars)]
-        return self.number((eqn.primitive.name, *avals, inner))
+        number = self.number((eqn.primitive.name, *avals, tuple(number for _, number, _ in inner)))
+        return number, 1 + sum(size for *_, size in inner)
 
     def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:
         """Returns the jaxpr (so that its id stays its own), its number, and how many equations it has."""
         if id(jaxpr) not in self.inner:
-            opened, _ = jaxprs.open_jaxpr(jaxpr)
-            number = self.number(tuple(self.of(eqn) for eqn in opened.eqns))
-            self.inner[id(jaxpr)] = jaxpr, number, sum(1 + self.num_inner(eqn) for eqn in opened.eqns)
+            each = [self.of(eqn) for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns]
+            number = self.number(tuple(number for number, _ in each))
+            self.inner[id(jaxpr)] = jaxpr, number, sum(size for _, size in each)
         return self.inner[id(jaxpr)]
-
-    def num_inner(self, eqn: Any) -> int:
-        return sum(self.of_jaxpr(jaxpr)[2] for jaxpr in jaxprs.inner_jaxprs(eqn))
 
 
 def _kind(aval: Any) -> Hashable:

@@ -55,9 +55,8 @@ def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) ->
 
     def whole(traced: Traced) -> Traced:
         closed = traced.closed
-        eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if mesh.size == 1 or is_manual or not eqns:
+        if mesh.size == 1 or is_manual or _WINDOWED.isdisjoint(traced.primitives):
             return traced.rewritten(closed)
         data = open_jaxpr(closed)[0].invars[traced.num_params :]
         of_examples = _OfExamples()

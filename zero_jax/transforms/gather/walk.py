@@ -118,16 +118,18 @@ class GatherWalk(Walk[GatherFrame]):
 
         facts = Facts(jaxpr, ["param" if value.params_only else "value" for value in ins])
         deferred = {i for i, value in enumerate(ins) if value.is_deferred}
-        last = facts.last_use(deferred) if frame.ends_forward and deferred else None
+        uses = facts.uses if frame.ends_forward and deferred else {}
+        last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
 
-        def evaluate(eqn: Any) -> None:
-            outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if eqn is last else within)
+        def evaluate(index: int) -> None:
+            eqn = jaxpr.eqns[index]
+            outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if index == last else within)
             env.update(zip(eqn.outvars, outs, strict=True))
 
         ordering = Ordering(facts, ins)
         ordinary = OrdinaryRuns(facts, ordering, self.has_wrong_convolution)
-        for index, eqn in enumerate(jaxpr.eqns):
+        for index in range(len(jaxpr.eqns)):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:  # before its turn: a slice or a cast of params that were tied, or in a run
                 continue
@@ -136,7 +138,7 @@ class GatherWalk(Walk[GatherFrame]):
                 env.update(ordinary.evaluate(run, env, self.bind))
                 ordering.evaluated.update(run)
             else:
-                evaluate(eqn)
+                evaluate(index)
         return [read(atom) for atom in jaxpr.outvars]
 
     def has_wrong_convolution(self, eqn: Any) -> bool:

@@ -86,8 +86,8 @@ class MatrixProgram:
         for eqn in jaxpr.eqns if data else ():
             sub = subcall(eqn)
             if sub is not None and sub.kind == "cond" and is_barrier(eqn):
-                taken = [placement.read(x, placed) for x in eqn.invars[1:]]
-                marks = [origin.read(x, made_of) for x in eqn.invars[1:]]
+                taken = placement.of_atoms(eqn.invars[1:], placed)
+                marks = origin.of_atoms(eqn.invars[1:], made_of)
                 inner = functools.partial(cls.of, dims=taken, mesh=mesh, axes=axes, sources=marks)
                 branches[id(eqn)] = tuple(inner(branch) for branch in sub.branches)
         return cls(closed, jaxpr, consts, tuple(dealings), _inner_products(jaxpr) if data else {}, branches)

@@ -16,6 +16,7 @@ from zero_jax.program.jaxprs import (
     operation_key,
     source_context,
     source_within,
+    variables,
     with_results,
 )
 from zero_jax.program.subcalls import subcall
@@ -77,6 +78,39 @@ def with_equations(jaxpr: Any, equation: Equation) -> Any:
     """Returns a closed jaxpr of what another one computes, with a function in place of some equations."""
     opened, consts = open_jaxpr(jaxpr)
     return trace_flat(lambda *xs: evaluate(opened, consts, xs, equation), [var.aval for var in opened.invars])
+
+
+def with_some(jaxpr: Any, which: Collection[int], equation: Equation) -> Any:
+    """Returns a closed jaxpr of what another one computes, with a function in place of equations, by their `id`s.
+
+    The others stay what they are, and are not traced again. What the function does at one equation does not depend on
+    arrays that it made at another.
+    """
+    opened, _ = open_jaxpr(jaxpr)
+    same, eqns = dict[Any, Any](), list[Any]()
+    read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
+    for eqn in opened.eqns:
+        if id(eqn) not in which:
+            is_read = not same.keys().isdisjoint(variables(eqn))
+            eqns.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]) if is_read else eqn)
+            continue
+        inner, consts = open_jaxpr(_traced_equation(eqn, equation))
+        if consts:  # they would be inputs of their own
+            return with_equations(jaxpr, lambda x, values: (equation if id(x) in which else bind)(x, values))
+        same.update(zip(inner.invars, map(read, variables(eqn)), strict=True))
+        eqns += [each.replace(invars=[read(atom) for atom in each.invars]) for each in inner.eqns]
+        same.update(zip(eqn.outvars, map(read, inner.outvars), strict=True))
+    return with_results(jaxpr, [read(atom) for atom in opened.outvars], eqns=eqns)
+
+
+def _traced_equation(eqn: Any, equation: Equation) -> Any:
+    """Returns the closed jaxpr of a function in place of an equation, of those of its inputs that are variables."""
+
+    def evaluated(*arrays: Any) -> list[Any]:
+        values = values_of(eqn.invars, dict(zip(variables(eqn), arrays, strict=True)))
+        return [*equation(eqn, values)]
+
+    return trace_flat(evaluated, [var.aval for var in variables(eqn)])
 
 
 def flattened(jaxpr: Any, kinds: Collection[str] = ("call",), leaves: Callable[[Any], bool] = lambda eqn: False) -> Any:

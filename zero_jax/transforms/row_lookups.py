@@ -94,6 +94,8 @@ class _Lookups(Rewriting):
       places: what is known of the indices of lookups, by their ids.
     """
 
+    traces_all = True
+
     def __init__(self, places: dict[int, _Known]):
         super().__init__()
         self.places = places

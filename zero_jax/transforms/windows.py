@@ -164,7 +164,9 @@ def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
     """
 
     def tiled(traced: Traced) -> Traced:
-        return traced.rewritten(_HeadTiles(_heads(traced.closed)).rewritten(traced.closed))
+        is_fused = any(primitive.name in traced.primitives for primitive in PRIMITIVES)
+        heads = _heads(traced.closed) if is_fused else set[tuple[int, ...]]()
+        return traced.rewritten(_HeadTiles(heads).rewritten(traced.closed) if heads else traced.closed)
 
     program = LossProgram.of(loss_fn)
     return program.then(tiled) if mesh.devices.flat[0].platform == "tpu" else program

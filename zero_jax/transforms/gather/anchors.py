@@ -57,6 +57,7 @@ class _Anchors(Rewriting):
     """Evaluates equations with the carries of their loops sharded by examples."""
 
     entered = Rewriting.entered | {"custom_vjp", "while"}
+    traces_all = True  # `copies` are of several lookups
 
     def __init__(self, closed: Any, mesh: Mesh, axes: Axes, examples: Examples, *, loops_only: bool):
         super().__init__()

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, open_jaxpr, source_context
@@ -26,20 +25,19 @@ from zero_jax.program.walk import Rewriting
 _Known = int | str | tuple[Any, ...] | None
 
 
-def lookups_by_place(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
+def lookups_by_place(loss_fn: Callable[..., Any]) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs need no array in memory to look up an element of each row.
 
     The result computes the same values and has the same derivatives. Only lookups of floats change, one in each row, as
     `jnp.take_along_axis(logits, targets[..., None], -1)` and `logits[jnp.arange(n), targets]` make them.
     """
-    program = LossProgram.of(loss_fn)
 
     def by_place(traced: Traced) -> Traced:
         places = _Places()
         places.run(traced.closed, [None] * len(open_jaxpr(traced.closed)[0].invars))
         return traced.rewritten(_Lookups(places.notes).rewritten(traced.closed))
 
-    return program.then(by_place) if mesh.devices.flat[0].platform == "tpu" else program
+    return LossProgram.of(loss_fn).then(by_place)
 
 
 class _Places(Dataflow[_Known]):

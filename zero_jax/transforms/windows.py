@@ -156,7 +156,7 @@ def _written_at_one_place(eqn: Any) -> set[int]:
 _PLACES, LANES = 8, 128  # of a tile
 
 
-def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
+def heads_by_tiles(loss_fn: Callable[..., Any]) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs make heads for a fused attention tile by tile.
 
     The result computes the same values and has the same derivatives. Only reshapes between `[..., T, N * H]` and
@@ -168,8 +168,7 @@ def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
         heads = _heads(traced.closed) if is_fused else set[tuple[int, ...]]()
         return traced.rewritten(_HeadTiles(heads).rewritten(traced.closed) if heads else traced.closed)
 
-    program = LossProgram.of(loss_fn)
-    return program.then(tiled) if mesh.devices.flat[0].platform == "tpu" else program
+    return LossProgram.of(loss_fn).then(tiled)
 
 
 def _heads(closed: Any) -> set[tuple[int, ...]]:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PathPatterns, PyTree, key_shape, leaf_names, shapes_of
 from zero_jax.dims import is_contraction
 from zero_jax.program.dataflow import Dependence
@@ -82,6 +83,11 @@ class StepLoss:
         placement = make_placement(variables, mesh=mesh, config=config)
         return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
 
+    @property
+    def is_on_tpu(self) -> bool:
+        """Whether the devices are TPUs, for which some passes are."""
+        return platform_of(self.placement.mesh) == "tpu"
+
     def with_remat(self, remat: Remat) -> StepLoss:
         """Returns the loss with another remat policy; both share the program."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
@@ -105,7 +111,7 @@ class StepLoss:
 
         Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
         """
-        placement, program = self.placement, lookups_by_place(self.program, mesh=self.placement.mesh)
+        placement, program = self.placement, lookups_by_place(self.program) if self.is_on_tpu else self.program
         if placement.num_stages > 1:
             program = program.then(rolled).then(convolutions_as_products)
         if self.config.attention == "own":
@@ -129,8 +135,8 @@ class StepLoss:
 
         Heads are made in the form that is cheapest on a TPU.
         """
-        mesh = self.placement.mesh
-        return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
+        program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        return heads_by_tiles(program) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:
         """Returns the stages of a pipeline that layers are cut into.
@@ -161,7 +167,7 @@ class StepLoss:
         placement, mesh, reduce_dtype = self.placement, self.placement.mesh, self.placement.precision.reduce
         axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
         # Rows are of examples that all devices have some of: of a microbatch those of a stage may be fewer.
-        if with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
+        if self.is_on_tpu and with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
             program = features_in_rows(program, mesh=mesh, axes=placement.axes)
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1

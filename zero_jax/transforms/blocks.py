@@ -329,7 +329,7 @@ class EqnSequence:
         """
         turns = list(itertools.starmap(self.params_of, itertools.pairwise(run)))
         params = {*turns} if self.tied else turns
-        reads, is_tied = self.float_reads, len(params) < len(turns)
+        (_, reads), is_tied = self.floats, len(params) < len(turns)
         for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
             maker, _, is_array = reads[:, slice(*np.searchsorted(reads[1], (start, stop)))]
             taken = (before <= maker) & (maker < start) & (is_array >= is_tied)
@@ -346,23 +346,22 @@ class EqnSequence:
 
     def makes_floats(self, start: int, stop: int) -> bool:
         """Tells whether the equations between two places make floating values."""
-        return bool(self.num_floats[start] < self.num_floats[stop])
+        num_made, _ = self.floats
+        return bool(num_made[start] < num_made[stop])
 
     @functools.cached_property
-    def num_floats(self) -> np.ndarray:
-        """How many floating values are made up to each place."""
-        made = [sum(is_float(var.aval) for var in self.jaxpr.eqns[i].outvars) for i in self.eqns]
-        return np.cumsum([0, *made])
+    def floats(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many floating values are made up to each place; where they are made and read, and which are no scalars.
 
-    @functools.cached_property
-    def float_reads(self) -> np.ndarray:
-        """The places where floating values are made and read, by where they are read, and which are no scalars."""
-        made_at: dict[Any, int] = {}
+        The latter in the order of the places where they are read, a column for each.
+        """
+        made_at, num_made = dict[Any, int](), [0]
         rows: list[tuple[int, int, bool]] = []
         for place, i in enumerate(self.eqns):
             rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*self.facts.reads[i]} if x in made_at]
             made_at.update((var, place) for var in self.jaxpr.eqns[i].outvars if is_float(var.aval))
-        return np.asarray(rows, np.int64).reshape(-1, 3).T
+            num_made.append(len(made_at))
+        return np.asarray(num_made), np.asarray(rows, np.int64).reshape(-1, 3).T
 
     @functools.cached_property
     def param_parts(self) -> np.ndarray:

@@ -1,17 +1,10 @@
-"""The loss of a step: the user's loss function, and the passes over its program in their order.
+"""The loss of a step: the user's loss function, and the passes over its program.
 
-The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
-
-1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype: the program is traced for these.
-2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages;
-   attention is one equation of a fused kernel, if the config asks for it. Remat policies keep its residuals by name.
-3. What the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation), of `fused`.
-4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy.
-5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs. Estimates, which know
-   nothing of XLA's faults, leave it out.
-6. `placed`: scans over layers are stages, if the mesh has an axis for them (that alone is `staged`, where each device
-   has gradients of its own); params are gathered where they are used, gradients reduced to shards. It is the last: a
-   gather that is within the blocks of 4 and the ticks of the stages is made again in the backward pass, not kept.
+The train step, the evaluation step and the estimates read one program, by the methods of `StepLoss` in their order:
+`cast`, `fused`, `recomputed`, `unsharded` and `placed`, which docs/architecture.md follows. What the losses of parts of
+a batch are averaged by is found of `fused` (`grads.choice`; a weighted evaluation). Estimates, which know nothing of
+XLA's faults, leave `unsharded` out. `placed` is the last: a gather that is within the blocks of `recomputed` and the
+ticks of the stages is made again in the backward pass, not kept.
 
 A new pass goes into `fused` if it changes what is computed, into `to_place` if it only helps XLA.
 """

@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,9 @@ class Ordering:
         # For what is made of params and constants alone, the numbers of these params.
         made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
-        segments = self.segments(sequence, {i for block in blocks for i in (block.start, block.stop)})
+        bounds = {i for block in blocks for i in (block.start, block.stop)}
+        cuts = sorted({self.cut(sequence, index) for index in bounds} | {len(self.jaxpr.eqns)})
+        segments = [self.segment(start, stop) for start, stop in itertools.pairwise(cuts)]
         written = [frozenset(), *(segment.writes for segment in segments)]
         for segment, following, before in zip(segments, [*segments[1:], None], written[:-1], strict=True):
             self.places[segment.start] = segment, following, before
@@ -79,11 +81,6 @@ class Ordering:
         self.num_holders = collections.Counter(
             id(root) for value in values if isinstance(value, Lazy) for root in value.roots
         )
-
-    def segments(self, sequence: EqnSequence, bounds: Collection[int]) -> list[_Segment]:
-        """Returns the blocks and what is between and after them, in order."""
-        cuts = sorted({self.cut(sequence, index) for index in bounds} | {len(self.jaxpr.eqns)})
-        return [self.segment(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def cut(self, sequence: EqnSequence, index: int) -> int:
         """Returns where a segment begins for a bound of a block: before the elementwise work that leads to it.

@@ -14,7 +14,7 @@ from zero_jax.dims import FACTORIZATIONS, dim_map
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.evaluation import flattened, once_each, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.program.subcalls import CALLS, equations, subcall
+from zero_jax.program.subcalls import CALLS, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
@@ -22,12 +22,8 @@ from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.training.optimizer.matrices.dealing import Dealing
 from zero_jax.training.optimizer.matrices.regions import MadeOf, Region, constants, find_regions, is_barrier, is_large
 
-_CONSIDERED = FACTORIZATIONS | {"dot_general"}
-
-
-def multiplies(closed: Any) -> bool:
-    """Tells whether an update has a product, or a factorization of a matrix."""
-    return any(eqn.primitive.name in _CONSIDERED for eqn in equations(closed))
+# The primitives that an update of matrices has some of: products, and factorizations of a matrix.
+OF_MATRICES = FACTORIZATIONS | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -79,6 +79,16 @@ def test_other_lookups_stay_as_they_are(look_up):
     assert num_lookups(lookups_by_place(loss), rows, indices) == 1
 
 
+def test_rows_may_be_numbered_by_what_is_reshaped_or_transposed():
+    def loss(rows, indices):
+        return rows[jnp.arange(3).reshape(3, 1), jnp.broadcast_to(jnp.arange(7)[:, None], (7, 3)).T, indices]
+
+    rows, indices = jax.random.normal(jax.random.key(0), (3, 7, 7)), jnp.tile(INDICES, (3, 1))
+    by_place = lookups_by_place(loss)
+    assert (num_lookups(loss, rows, indices), num_lookups(by_place, rows, indices)) == (1, 0)
+    np.testing.assert_array_equal(by_place(rows, indices), loss(rows, indices))
+
+
 def test_other_hardware_looks_up():
     def loss_fn(params, batch):
         return picked(params["rows"], batch["indices"], -1, "clip").sum()

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from zero_jax.dims import CASTS, SAME_ELEMENTS, dim_map
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
@@ -77,12 +78,10 @@ class _Places(Dataflow[_Known]):
             return None
         if name == "lt" and is_literal(eqn.invars[1]) and eqn.invars[1].val == 0:
             return "false"
-        if name == "broadcast_in_dim":
-            dim = params["broadcast_dimensions"][known]
-            return dim if params["shape"][dim] == shapes[0][known] else None
-        if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.integer):
-            return known if shapes[0][known] - 1 <= jnp.iinfo(params["new_dtype"]).max else None
-        return None
+        if name in CASTS:
+            dtype, last = eqn.outvars[0].aval.dtype, shapes[0][known] - 1
+            return known if jnp.issubdtype(dtype, jnp.integer) and last <= jnp.iinfo(dtype).max else None
+        return dim_map(eqn).to((0, known)) if name in SAME_ELEMENTS else None
 
 
 class _Lookups(Rewriting):

@@ -110,10 +110,10 @@ class OrdinaryRuns:
 
     def is_ordinary(self, index: int, env: dict[Any, Any], made: Collection[Any]) -> bool:
         """Tells whether all inputs of an equation are ordinary values, some of them traced, or `made` before it."""
-        read = [env.get(var) for var in self.facts.reads[index] if var not in made]
-        if any(type(value) is not Value for value in read):
+        read = [var for var in self.facts.reads[index] if var not in made]
+        if any(type(env.get(var)) is not Value for var in read):
             return False
-        return len(read) < len(self.facts.reads[index]) or any(is_traced(value.array) for value in read)
+        return len(read) < len(self.facts.reads[index]) or any(is_traced(env[var].array) for var in read)
 
     def source(self, index: int) -> Hashable:
         """Returns line, names and context of an equation; None for one that is evaluated by itself."""

@@ -1,12 +1,12 @@
 """The loss of a step: the user's loss function, and the passes over its program.
 
 The train step, the evaluation step and the estimates read one program, by the methods of `StepLoss` in their order:
-`cast`, `fused`, `recomputed`, `unsharded` and `placed`, which docs/architecture.md follows. What the losses of parts of
-a batch are averaged by is found of `fused` (`grads.choice`; a weighted evaluation). Estimates, which know nothing of
-XLA's faults, leave `unsharded` out. `placed` is the last: a gather that is within the blocks of `recomputed` and the
-ticks of the stages is made again in the backward pass, not kept.
+`cast`, `unfused`, `fused`, `recomputed`, `unsharded` and `placed`, which docs/architecture.md follows. What the losses
+of parts of a batch are averaged by is found of `fused` (`grads.choice`; a weighted evaluation). Estimates, which know
+nothing of XLA's faults, leave `unsharded` out. `placed` is the last: a gather that is within the blocks of `recomputed`
+and the ticks of the stages is made again in the backward pass, not kept.
 
-A new pass goes into `fused` if it changes what is computed, into `to_place` if it only helps XLA.
+A new pass goes into `unfused` if it changes what is computed, into `to_place` if it only helps XLA.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
+    AttentionReport,
     GatherOptions,
     MovedGrads,
     PipelinedProgram,
     Remat,
     StagePlace,
     Stages,
+    attention_report,
     convolutions_as_products,
     features_in_rows,
     fuse_attention,
@@ -99,17 +101,26 @@ class StepLoss:
         return *jax.eval_shape(self.cast, shapes_of(variables), batch, key_shape()), key_shape()
 
     @functools.cached_property
-    def fused(self) -> LossProgram:
-        """The program, with its attention by fused kernels if the config asks for them.
+    def unfused(self) -> LossProgram:
+        """The program in which attention is looked for, by `fused` and by reports.
 
         Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
         """
         placement, program = self.placement, lookups_by_place(self.program) if self.is_on_tpu else self.program
-        if placement.num_stages > 1:
-            program = program.then(rolled).then(convolutions_as_products)
+        return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
+
+    @functools.cached_property
+    def fused(self) -> LossProgram:
+        """The program, with its attention by fused kernels if the config asks for them."""
         if self.config.attention == "own":
-            return program
-        return LossProgram.of(fuse_attention(program, mesh=placement.mesh, axes=placement.axes))
+            return self.unfused
+        placement = self.placement
+        return LossProgram.of(fuse_attention(self.unfused, mesh=placement.mesh, axes=placement.axes))
+
+    def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
+        """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""
+        placement, arguments = self.placement, self.shapes(variables, batch)
+        return attention_report(self.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
 
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""

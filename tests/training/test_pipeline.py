@@ -1036,7 +1036,24 @@ def beside_a_reference(params, batch):
     return -((frozen * logps).sum(-1) * batch["mask"]).mean()
 
 
+def by_experts(x, w):
+    """Tokens `[tokens, features]` that are sorted by their experts: two, which are the halves of a matrix."""
+    experts = w["w"].reshape(2, FEATURES // 2, FEATURES)
+    chosen = jnp.argmax(x[:, :2], axis=1)
+    order = jnp.argsort(chosen)
+    rows = jax.lax.ragged_dot(x[order, : FEATURES // 2], experts, jnp.bincount(chosen, length=2).astype(jnp.int32))
+    return jnp.tanh(rows[jnp.argsort(order)] + w["bias"])
+
+
+def with_sorted_tokens(params, batch):
+    """A mixture of experts without capacities, which sorts the tokens of each example by itself."""
+    x = params["embed"][batch["tokens"]]
+    layer = lambda x, w: (x + jax.lax.map(lambda row: by_experts(row, w), x), None)  # noqa: E731
+    return jnp.square(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]).mean()
+
+
 FORMS = {
+    with_sorted_tokens: ("1f1b", 4, [LAYERS]),
     beside_a_reference: ("1f1b", 4, [LAYERS] * 2),
     of_pairs: ("1f1b", 4, [LAYERS]),
     of_two_views: ("gpipe", 4, [LAYERS]),
@@ -1322,6 +1339,10 @@ def mapped(params, batch):
 REFUSED = {
     "examples that are mixed": (replaced(lambda x, w: (x - x.mean(0)) @ w["w"]), "may be mixed at .*test_pipeline"),
     "a weighed mean": (replaced(lambda x, w: x @ w["w"] * (x.sum() / jnp.abs(x).sum())), "test_pipeline"),
+    "tokens that are sorted": (
+        replaced(lambda x, w: x + by_experts(x.reshape(-1, FEATURES), w).reshape(x.shape)),
+        r"examples of a batch are sorted together at .*test_pipeline.*; sort what each example has by itself, by jax.lax",
+    ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),
     "another operation": (

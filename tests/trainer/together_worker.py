@@ -191,6 +191,7 @@ result["sharded"] = attempt(lambda: list(zero.shard_batch(batch_of(0), mesh=mesh
 if INDEX == 0:
     zero.shard_batch({"y": np.zeros((4, 3))}, mesh=mesh)  # of one process alone: nobody waits
 turns_of().take()
+result["divided"] = attempt(lambda: zero.shard_batch(batch_of(0, size=own(3, 5)), mesh=mesh))
 result["sharded sizes"] = attempt(lambda: (zero.shard_batch(batch_of(0, size=own(2, 8)), mesh=mesh), turns_of().take()))
 
 # Ends that are one process's own

@@ -1392,6 +1392,20 @@ def test_what_cannot_be_cut_is_refused_with_its_line(name):
     assert report.why_none in str(report)
 
 
+def test_what_stages_0_and_1_do_not_return_names_the_stage_that_does():
+    """At these each device has gradients of its own examples, so that aux is made of that of each."""
+    perplexity = lambda p, b: jnp.exp(jax.nn.logsumexp(b["mask"].mean(0)) + b["mask"].std())  # noqa: E731
+    with pytest.warns(UserWarning, match="aux is returned without 'of all', .* of each device. stage=2 returns all of"):
+        lowered(lambda p, b: (loss_fn(p, b)[0], {"of all": perplexity(p, b)}), stage=1)
+    lowered(lambda p, b: (loss_fn(p, b)[0], {"of all": perplexity(p, b)}), stage=2)
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="aux leaf 'key' holds PRNG keys, .* leave it out of aux, or set stage=2"):
+        lowered(lambda p, b: (loss_fn(p, b)[0], {"key": key}), stage=1)
+    odd = {**make_batches(1)[0], "odd": np.zeros(8)}
+    with pytest.raises(ValueError, match="differ in their leading dim: .* or leave pipe out"):
+        lowered(loss_fn, batch=odd)
+
+
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
     params = init_params()
     params["layers"] = jax.tree.map(lambda x: x[:3], params["layers"])

@@ -345,7 +345,9 @@ def check_same_leaves(field: str, source: str, tree: PyTree, expected: PyTree, *
     have, need = ([f"{name} {x}{list(shape)}" for name, shape, x in described(each)] for each in (tree, expected))
     odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
     if have != need or containers:
-        holds = f"it holds {odd}, and the step needs {lacks}" if have != need else "it has its leaves in other containers"
+        holds = "it has its leaves in other containers"
+        if have != need:
+            holds = f"it holds {odd}, and the step needs {lacks}"
         raise ValueError(
             f"state.{field} does not match the {source}: {holds}. Make the state with the mesh, config and optimizer "
             "that the step was made with"

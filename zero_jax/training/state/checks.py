@@ -202,7 +202,8 @@ def checked_placement(
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    check_same_leaves("grad_errors", "error feedback of the config", state.grad_errors, new_grad_errors(state, tx, placement))
+    errors = new_grad_errors(state, tx, placement)
+    check_same_leaves("grad_errors", "error feedback of the config", state.grad_errors, errors)
     params = shapes_of(trainable(state.masters))
     expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh)
     check_same_leaves("opt_state", "optimizer", state.opt_state, expected)

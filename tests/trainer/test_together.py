@@ -118,6 +118,13 @@ def test_a_sharded_batch_of_another_size_is_refused_in_both(results):
         assert error.startswith(("ValueError: ", f"OtherProcessFailed: process {1 - index} failed: "))
 
 
+def test_stages_that_differ_are_refused_before_one_process_gathers_params(results):
+    for error in both(results, "own stage"):
+        assert (
+            "ValueError: the processes differ in the train state that they make: the spec of 'params/w' is P" in error
+        )
+
+
 def test_a_share_that_does_not_divide_over_the_devices_of_its_process_is_refused(results):
     for index, (size, next_size) in enumerate([(3, 4), (5, 6)]):
         assert results[index]["divided"] == (

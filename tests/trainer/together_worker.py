@@ -178,6 +178,10 @@ def take_step(*arguments, **options):
 result["own step"] = attempt(lambda: take_step(0.1))
 result["own learning rate"] = attempt(lambda: take_step(own(0.1, 0.2)))
 result["own seed"] = attempt(lambda: take_step(0.1, seed=own(0, 1)))
+stages = dataclasses.replace(CONFIG.zero, stage=own(3, 2))  # of which one gathers the params of a state
+result["own stage"] = attempt(
+    lambda: zero.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=stages)
+)
 result["own batch size"] = attempt(lambda: take_step(0.1, size=own(4, 6)))
 evaluate = zero.make_eval_step(
     lambda params, batch: loss_fn(params, batch, own(1.0, 3.0)), mesh=mesh, config=CONFIG.zero

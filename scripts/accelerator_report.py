@@ -197,7 +197,7 @@ def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    block = functools.partial(gpt.apply_block, config, attend=attention)
+    block = functools.partial(decoder.apply_block, config.decoder, hooks=decoder.Hooks(attend=attention))
     if remat != "none":
         block = jax.checkpoint(block, prevent_cse=False, policy=policies[remat])
 
@@ -205,7 +205,7 @@ def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
         x = params["embed"][batch["inputs"]]
         if "position" in params:
             x = x + params["position"][: x.shape[1]]
-        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["blocks"])
+        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer)[0], None), x, params["blocks"])
         return decoder.mean_loss(
             decoder.whole_logits(decoder.rms_norm(x, params["final_norm"]), params["embed"].T, batch["targets"])
         )

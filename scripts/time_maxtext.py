@@ -35,7 +35,7 @@ from maxtext.utils import maxtext_utils
 
 from zero_jax.analysis import comms, memory
 from zero_jax.planning.job import CompiledText, compile_lowered
-from zero_jax.planning.step_time import estimate_time
+from zero_jax.planning.step_time import ModelWork, estimate_time
 from zero_jax.sharding import topology
 
 
@@ -49,15 +49,13 @@ def main(name: str, settings: list[str], *, quick: bool) -> None:
     _, weights, attention = maxtext_utils.calculate_tflops_training_per_device(config, log=False)
     # MaxText counts half of attention since July 2025, when it published most of its figures already.
     per_device, attention_per_device = (weights + 2 * attention) * 1e12, 2 * attention * 1e12
-    estimated = estimate_time(
-        compiled.program,
-        mesh=mesh,
-        topology=topology.parse(name),
+    work = ModelWork(
         model_flops=per_device * mesh.size,
         attention_flops=attention_per_device * mesh.size,
         num_tokens=config.global_batch_size_to_train_on * config.max_target_length,
-        has_code=compiled.has_code,
     )
+    parsed = topology.parse(name)
+    estimated = estimate_time(compiled.program, work, mesh=mesh, topology=parsed, has_code=compiled.has_code)
     print(
         f"JAX {jax.__version__}, {mesh.size} devices {dict(mesh.shape)}, compiled in {compiled.compile_seconds:.0f} s"
     )

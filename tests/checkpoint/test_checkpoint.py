@@ -177,6 +177,7 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
     assert back.state.params["int4"].dtype == jnp.int4
     assert jax.random.key_impl(back.state.params["rbg"]) == "rbg"
     assert_equal(back.state, state)
+    assert_equal(reload(tmp_path, init_fn=jax.eval_shape(init_fn, jax.random.key(1)), tx=tx).state, state)
     assert describe(tmp_path, verify_leaves=True).problems == ()
 
 

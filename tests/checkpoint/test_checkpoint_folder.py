@@ -120,6 +120,29 @@ def tree(*folders):
     return found
 
 
+@pytest.mark.parametrize(
+    "name", ["lr=[1e-3]", "a*", "a?", "**", "[!a]", "{a}", "a%20b", "a~", "a:b", "a#b", "a\nb", "ü"]
+)
+def test_a_folder_may_have_any_name(name, tmp_path, state):
+    """Orbax looked for what the processes had written by a pattern with the folder's name in it, and found nothing."""
+    with Checkpointer(tmp_path / name, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, state)
+    assert describe(tmp_path / name, verify_leaves=True).problems == ()
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(tmp_path, state):
+    with pytest.raises(ValueError, match=r"is no Unicode text, .*: choose another folder"):
+        Checkpointer(tmp_path / os.fsdecode(b"\xff"))
+
+
+def test_a_record_that_json_cannot_hold_as_it_is_is_not_saved(tmp_path, state):
+    lines = []
+    with Checkpointer(tmp_path, log=lines.append) as checkpointer:
+        checkpointer.save(1, state, extra={"a": {1: "one", "1": "another"}})
+    assert "NOT saved" in lines[0] and "the key '1' is there twice" in lines[0]
+
+
 def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, saved):
     folder, outside, lines = tmp_path / "checkpoints", tmp_path / "outside", []
     folder.mkdir()

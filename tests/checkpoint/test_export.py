@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -19,8 +20,9 @@ from test_checkpoint import flip_value
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError
-from zero_jax.checkpoint.exporting import export, parse_size
+from zero_jax.checkpoint.exporting import export, open_params, parse_size
 from zero_jax.cli import build_parser
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.pretrained import TensorName, save_tensors
 from zero_jax.training import ema
 
@@ -103,7 +105,9 @@ def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
     with pytest.raises(ValueError, match=r"holds model-00001-of-.* already: .*--force"):
         export(folder, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
+    inode = tmp_path.stat().st_ino
     export(folder, tmp_path, force=True)
+    assert tmp_path.stat().st_ino == inode
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model.safetensors", *others])
 
 
@@ -143,6 +147,20 @@ def test_what_cannot_be_exported(run, tmp_path):
     save(tmp_path, lambda key: {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"several params would be called 'a.b'"):
         export(tmp_path, tmp_path / "out")
+    save(tmp_path / "metadata", lambda key: {"__metadata__": jnp.ones(3), "w": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"'__metadata__', .* rename it"):
+        export(tmp_path / "metadata", tmp_path / "out")
+    for nothing in ("", None):
+        with pytest.raises(ValueError, match=r"=('')|(None): give the path of a folder"):
+            export(folder, nothing)
+    with pytest.raises(ValueError, match=r"directory='' is not a path: give the folder of the checkpoints"):
+        export("", tmp_path / "out")
+    for wrong in ({"max_shard_bytes": 0}, {"max_shard_bytes": "5GB"}, {"step": True}, {"step": 1.0}):
+        with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=.*: give "):
+            export(folder, tmp_path / "out", **wrong)
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(ValueError, match=r"cannot write .*link: "):
+        export(folder, tmp_path / "link")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
         export(folder, tmp_path / "file")
@@ -168,6 +186,43 @@ def test_a_damaged_checkpoint_leaves_no_export(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
+def test_an_export_that_is_cut_off_while_it_replaces_an_older_one_is_no_mixture(run, tmp_path, monkeypatch):
+    folder, _ = run
+    export(folder, tmp_path / "out", max_shard_bytes=5000)
+    replace, num_left = pathlib.Path.replace, [2]
+
+    def killed(path, target):
+        num_left[0] -= 1
+        if num_left[0] < 0:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export(folder, tmp_path / "out", max_shard_bytes=5000, force=True)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):
+    """In containers that share a file system, processes have the same numbers."""
+    with partial_folder(tmp_path / "out") as first:
+        (first / "file").touch()
+        with partial_folder(tmp_path / "out") as second:
+            assert [*second.iterdir()] == [] and (first / "file").exists()
+        assert (first / "file").exists()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_params_that_are_one_array(tmp_path):
+    save(tmp_path, lambda key: jnp.arange(64.0).reshape(8, 8), optax.chain(TX, ema.params_ema(0.5)))
+    for ema_too in (False, True):
+        saved = open_params(tmp_path, ema=ema_too)
+        assert [*saved.leaves] == [""]
+        ((_, values),) = saved.pieces("")
+        np.testing.assert_array_equal(values, np.arange(64.0).reshape(8, 8))
+        export(tmp_path, tmp_path / f"out{ema_too}", ema=ema_too)
+
+
 def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch):
     folder, _ = run
 
@@ -185,7 +240,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5 TBs", "-3", "0"])
+@pytest.mark.parametrize("text", ["", "GB", "5 TBs", "-3", "0", "9" * 400])
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="such as 5GB"):
         parse_size(text)

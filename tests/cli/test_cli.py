@@ -139,6 +139,7 @@ def test_the_help_has_the_usual_options_and_examples_that_are_right(command, cap
     for example in examples:
         cli.parse([command, *shlex.split(example)])
     assert len(examples) == (4 if command in ("train", "plan") else 1)
+    assert max(map(len, out.partition("examples:")[0].splitlines())) <= 80  # the terminal of a test has 80 columns
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -274,6 +275,8 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         (["plan", "--host-memory-bytes=2"], "--host-memory-bytes: it is for --auto"),
         (["plan", "--auto", "--verify"], "--verify: it runs one step: leave out --auto and --layouts"),
         (["plan", "--layouts", "--data-layout", "4x4"], "--data-layout: --layouts compiles all of them"),
+        (["plan", "--layouts", "--tokens", "1e9"], "--tokens: it is for one plan: leave out --layouts"),
+        (["inspect", "runs/a", "--lora-rank", "4"], "--lora-rank: that is of a model: give --model or --from-hf"),
         (["memory", "--plot", "a.png", "--stage", "3"], "--stage: --plot draws all stages"),
         (
             ["memory", "--paper", "--stage", "3", "--model", "gpt-7b"],

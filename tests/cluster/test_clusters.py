@@ -118,6 +118,10 @@ WRONG = {
         {cluster.NUM_PROCESSES: "x", cluster.PROCESS_ID: "0", cluster.COORDINATOR: "a:1"},
         "count the processes",
     ),
+    "a digit that is no number": (
+        {cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "\u00b2", cluster.COORDINATOR: "a:1"},
+        "count the processes",
+    ),
     "no port": ({cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "0", cluster.COORDINATOR: "a"}, "host and port"),
     **{
         f"port {port} in process {index}": (

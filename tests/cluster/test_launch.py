@@ -213,6 +213,16 @@ def test_what_gloo_says_is_left_out():
     assert out.getvalue() == "step 1\n7\n\nit is connected to 3 hosts\n"
 
 
+def test_a_line_without_end_takes_little_memory():
+    """A progress bar is one line until it ends: it was kept, and shown, only then."""
+    out, bar = io.StringIO(), "\r".join(f"{i:05d} of 40000" for i in range(40_000))
+    Merger(out, io.StringIO()).read(io.StringIO(f"{bar}\n{'x' * 150_000}\n"), 0, False, None)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 1 << 16
+    assert "39999 of 40000" in lines
+    assert out.getvalue().count("x") == 150_000
+
+
 def test_colors_are_for_terminals():
     class Terminal(io.StringIO):
         def isatty(self):

@@ -43,6 +43,14 @@ def watched(tmp_path, monkeypatch):
     return Watched(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("phase", [[], {}, 3])
+def test_a_heartbeat_of_another_program_is_none(phase, tmp_path):
+    """It ended the thread that watches, and with it the run."""
+    heartbeat = {"phase": phase, "step": 1, "beat_time": 0, "alive_time": time.time(), "every_seconds": 1}
+    (tmp_path / "process-1.json").write_text(json.dumps(heartbeat))
+    assert str(process_place(tmp_path, 1)) == "process 1: no heartbeat file"
+
+
 def test_a_loop_that_gets_on_is_left_alone(watched):
     for step in range(20):
         watched.dog.beat("step", step)
@@ -209,6 +217,8 @@ def test_its_thread_leaves_word_and_ends(tmp_path):
     assert process_place(tmp_path, 1).phase == "ended"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["process-1.json"]
+    os.mkfifo(tmp_path / "process-2.json")  # which is not waited for
+    assert process_place(tmp_path, 2).phase is None
 
 
 def test_switched_off_it_does_nothing(tmp_path):
@@ -246,7 +256,7 @@ def start_child(*arguments):
 @pytest.mark.parametrize("hangs_too", [pytest.param("nothing else", marks=pytest.mark.slow), "the file system"])
 def test_a_process_that_hangs_ends_with_the_code_and_its_stack(hangs_too, tmp_path):
     if hangs_too == "the file system":
-        os.mkfifo(tmp_path / ".process-0.json.partial")  # a pipe that nobody reads: heartbeats wait for ever
+        os.mkfifo(tmp_path / ".partial-process-0.json")  # a pipe that nobody reads: heartbeats wait for ever
     child = start_child(0.4, tmp_path, 3, "hang")
     _, errors = child.communicate(timeout=20)
     assert child.returncode == EXIT_CODE

@@ -48,6 +48,17 @@ def test_an_entry_proves_its_content(tmp_path):
     assert read_entry(tmp_path, mark=MARK) is None
 
 
+def test_a_pipe_and_a_link_are_no_entries_and_are_not_waited_for(tmp_path):
+    entry, pipe, link = file_entry(tmp_path, "entry", age=0), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(entry)
+    for path in (pipe, link):
+        assert read_entry(path, mark=MARK) is None and not is_own(path)
+        assert os.path.lexists(path)
+    with in_use(pipe):
+        pass
+
+
 def test_the_oldest_go_first_and_strangers_stay(tmp_path):
     old, new = file_entry(tmp_path, "old", age=300), folder_entry(tmp_path, "new", age=10)
     middle, kept = folder_entry(tmp_path, "middle", age=200), file_entry(tmp_path, "kept", age=900)

@@ -45,6 +45,33 @@ def take_rows(made, num_batches, seq_len=4):
     return [int(place) // seq_len for _ in range(num_batches) for place in np.asarray(next(made)["inputs"])[:, 0]]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq_len": 0},
+        {"seq_len": 1.5},
+        {"batch_size": 8.0},
+        {"batch_size": True},
+        {"seed": -1},
+        {"position": 2.5},
+        {"prefetch_batches": -1},
+        {"on": PartitionSpec("data")},
+    ],
+)
+def test_numbers_that_are_none_are_refused_and_change_nothing(wrong):
+    """JAX keeps the slices of a sharding by shape, and 8.0 is 8: those of the next batches had fractions."""
+    dataset, (name,) = dataset_of(200), wrong
+    with pytest.raises(ValueError, match=f"{'sharding' if name == 'on' else name}=.*: give "):
+        train(dataset, **wrong)
+    with train(dataset) as made:
+        assert next(made)["inputs"].shape == (8, 4)
+    for batch_size, num_batches in ((8.0, 1), (8, -1)):
+        with pytest.raises(ValueError, match=r"=(8.0|-1): give "):
+            batches.validation_batches(
+                dataset, num_batches=num_batches, batch_size=batch_size, seq_len=4, sharding=sharding()
+            )
+
+
 def test_rows_are_packed_as_by_hand():
     rows = PART.cut_rows(np.array([0, 1, -1]), seq_len=4)
     assert PART.num_rows(seq_len=4) == 2

@@ -50,7 +50,8 @@ def in_order(dataset):
     return [token for start in sorted(documents) for token in documents[start]]
 
 
-def write_text(folder):
+def write_text(folder, **how):
+    folder.mkdir(exist_ok=True, **how)
     for index, text in enumerate(DOCUMENTS):
         (folder / f"{index}.txt").write_text(text, encoding="utf-8")
     return folder
@@ -322,6 +323,47 @@ def test_the_cache_is_used_and_follows_the_files(load, tmp_path):
     assert len(entries()) == 2
 
 
+def test_the_cache_follows_the_offsets_beside_a_token_file(load, tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(1, 101, dtype=np.uint16))
+    counts = [load(tmp_path / "x.npy").num_documents]
+    for offsets in ([0, 50], [0, 20, 40, 60, 80], [0]):
+        np.save(tmp_path / "x.documents.npy", np.array(offsets))
+        counts.append(load(tmp_path / "x.npy").num_documents)
+    (tmp_path / "x.documents.npy").unlink()
+    assert [*counts, load(tmp_path / "x.npy").num_documents] == [1, 2, 5, 1, 1]
+
+
+def test_linked_folders_are_read_once_each(load, tmp_path):
+    write_text((tmp_path / "elsewhere" / ".hidden" / "corpus").absolute(), parents=True)
+    (tmp_path / "x" / "a").mkdir(parents=True)
+    (tmp_path / "x" / "texts").symlink_to(tmp_path / "elsewhere" / ".hidden" / "corpus")
+    (tmp_path / "x" / "a" / "again").symlink_to(tmp_path / "x" / "texts")
+    (tmp_path / "x" / "a" / "up").symlink_to(tmp_path / "x")
+    assert in_order(load(tmp_path / "x", validation_fraction=0.4)) == STREAM
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+def test_a_link_to_nothing_is_named(pattern, load, tmp_path):
+    (tmp_path / "x").mkdir()
+    (write_text(tmp_path / "x") / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"cannot read .*x/b.txt \(No such file or directory\): make it readable, or"):
+        load(tmp_path / "x" / pattern)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(load, tmp_path, monkeypatch):
+    (write_text(tmp_path) / "locked").mkdir()
+    scan = os.scandir
+
+    def locked(path):
+        if pathlib.Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    with pytest.raises(ValueError, match=r"cannot read .*locked \(Permission denied\): make it readable, or move it"):
+        load(tmp_path)
+
+
 def test_a_damaged_cache_is_made_anew(load, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" * 100)
@@ -340,9 +382,13 @@ def test_what_a_killed_process_left_goes_a_day_later(load, tmp_path):
     old, new = (tmp_path / "cache" / f"{PARTIAL}{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
-    os.utime(old, (0, 0))
+    written = tmp_path / "cache" / f"{PARTIAL}written"  # by a process that began days ago
+    written.mkdir()
+    (written / "tokens.bin").touch()
+    for folder in (old, written):
+        os.utime(folder, (0, 0))
     load(path)
-    assert new.exists()
+    assert new.exists() and written.exists()
     assert not old.exists()
 
 
@@ -549,6 +595,10 @@ def test_a_line_of_brackets_alone_is_named(load, tmp_path):
 def test_nothing_there_names_the_choices(load, tmp_path):
     with pytest.raises(ValueError, match=r"there is no .*'stdlib' for the source code"):
         load(tmp_path / "nope")
+    with pytest.raises(ValueError, match=r"seq_len=0: give a number of tokens, at least 1"):
+        load(write_text(tmp_path / "texts"), seq_len=0)
+    with pytest.raises(ValueError, match=r"cannot read .* \(File name too long\)"):
+        load("x" * 5000)
 
 
 def test_without_pyarrow_the_error_says_what_to_install(load, tmp_path, monkeypatch):

@@ -158,6 +158,28 @@ def test_what_cannot_be_read_is_refused(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("place", ["validation", "training", "source"])
+def test_rows_that_the_library_cannot_read_are_named(place, folder, monkeypatch):
+    """As where the connection ends, or a file is damaged in its middle."""
+    passed, rows = [10], datasets.IterableDataset.__iter__ if place != "source" else datasets.Dataset.__iter__
+
+    def failing(table):
+        for i, row in enumerate(rows(table)):
+            if i == passed[0]:
+                raise ConnectionError("peer is gone\nand more")
+            yield row
+
+    monkeypatch.setattr(datasets.Dataset if place == "source" else datasets.IterableDataset, "__iter__", failing)
+    passed[0] = 10 if place != "training" else 10**9
+    with pytest.raises(ValueError, match=r"hf:.* cannot be read .*\(ConnectionError: peer is gone\): "):
+        if place == "source":
+            list(read_text(find_source(f"hf:{folder}")))
+        lanes = reader(stream_of(f"hf:{folder}"))
+        passed[0] = 10
+        for _ in range(100):
+            lanes.read()
+
+
 def test_a_run_on_a_stream_that_is_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, capsys):
     from command_line import run
 

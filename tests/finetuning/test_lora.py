@@ -183,6 +183,14 @@ def test_rules_that_do_not_fit_are_refused(name):
         zero.Lora(rules=rules).init(PARAMS, jax.random.key(0))
 
 
+def test_a_path_matches_itself_whatever_characters_it_has():
+    params = {"w[0]": jnp.ones((8, 8)), "w0": jnp.ones((8, 8)), "v[*]": jnp.ones((8, 8))}
+    lora = zero.Lora(rules=["w[0]"], train=["v[*]"], rank=2)
+    assert {*lora.targets(params)} == {"w[0]", "w0"} and lora.trained(params) == ["v[*]"]
+    with pytest.raises(ValueError, match="dtype='int8': give a floating dtype"):
+        lora.merge(lora.init(params, jax.random.key(0)), dtype="int8")
+
+
 def test_a_pattern_passes_over_leaves_of_other_dims():
     assert {*zero.Lora(rules={"layers/*": "sio"}).targets(PARAMS)} == {"layers/w"}
 
@@ -224,6 +232,35 @@ def test_leaves_of_one_path_are_refused():
 def test_a_state_without_a_base_is_refused():
     with pytest.raises(ValueError, match=r"the state has no frozen base: make it with Lora\.init"):
         zero.Lora(rules=["w"]).merge(zero.Variables(params={"w": jnp.ones((4, 4))}))
+
+
+@pytest.mark.parametrize(
+    ("other", "path"),
+    [
+        ({"rules": ["a"]}, "b"),
+        ({"rules": {"*": "oi"}}, "a"),
+        ({"rank": 4}, "a"),
+        ({"dora": True}, "a"),
+        ({"rules": ["a"], "train": ["b"]}, "b"),
+    ],
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_adapters_of_another_lora_are_refused(other, path, is_reversed):
+    """Adapters were left out of the loss and of merged weights, or scaled by another rank, without a word."""
+    params = {"a": jnp.ones((8, 4)), "b": jnp.ones((8, 4))}
+    settings = {"rules": ["*"], "rank": 2}
+    saved, read = (
+        zero.Lora(**x) for x in ((settings | other, settings) if is_reversed else (settings, settings | other))
+    )
+    variables = saved.init(params, jax.random.key(0))
+    if is_reversed and "train" in other:  # it is not frozen, and trained as it is whatever the settings say
+        assert read.merge(variables)["b"].shape == (8, 4)
+        return
+    message = f"leaf '{path}' has .*: give the rules, rank, dora and train that .* made with"
+    with pytest.raises(ValueError, match=message):
+        read.merge(variables)
+    with pytest.raises(ValueError, match=message):
+        read.loss_fn(lambda params, batch: params["a"].sum())(variables.params, 0, model_state=variables.model_state)
 
 
 def linen_model():

@@ -228,6 +228,15 @@ def test_losses_of_experts_and_extra_tokens_add_up_over_parts_of_a_batch():
     assert np.abs(expected[1]["blocks"]["router_bias"]).max() > 0
 
 
+def test_blocks_that_are_a_list_are_those_of_the_stack():
+    """Also where the layers with a window make no whole number of periods."""
+    config = dataclasses.replace(GEMMA, num_layers=3)
+    params, tokens = decoder.init(config, jax.random.key(0)), batch(1)["inputs"]
+    blocks = [jax.tree.map(lambda stack, i=i: stack[i], params["blocks"]) for i in range(3)]
+    of_stack, of_list = (decoder.apply(config, {**params, "blocks": x}, tokens) for x in (params["blocks"], blocks))
+    np.testing.assert_allclose(of_list, of_stack, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_token_attends_to_its_own_document_within_its_window():
     params, tokens = decoder.init(GEMMA, jax.random.key(0)), batch(1)["inputs"]
@@ -238,7 +247,7 @@ def test_a_token_attends_to_its_own_document_within_its_window():
         """The positions whose embedding the last position's logits depend on."""
         table = jax.nn.one_hot(tokens[0], 32) @ params["embed"]
         moved = lambda x: decoder.hidden(  # noqa: E731
-            config, {**params, "embed": x}, jnp.arange(16)[None], segments
+            config, {**params, "embed": x}, jnp.arange(16)[None], decoder.Hooks(segments)
         )[0][0, -1].sum()
         return np.flatnonzero(np.abs(jax.jit(jax.grad(moved))(table)).sum(axis=1) > 0).tolist()
 

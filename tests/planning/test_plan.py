@@ -20,6 +20,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli import plan as cli_plan
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.planning import job as compile_job
 from zero_jax.planning import process as compile_process
@@ -96,6 +97,14 @@ def test_it_prints_as_a_page_and_as_json(report):
     assert plain["num_devices"] == 4
     assert plain["memory"]["argument_bytes"] == report.memory.argument_bytes
     assert plain["time"]["assumptions"]
+
+
+def test_what_makes_the_traffic_more_than_the_ideal_is_no_scalar(report):
+    rows = [dataclasses.replace(row, sent_bytes=2 * row.sent_bytes) for row in report.comms.rows]
+    scalar = dataclasses.replace(rows[0], phase="update", sent_bytes=6.0, num_executions=1)
+    more = dataclasses.replace(report, comms=dataclasses.replace(report.comms, rows=(*rows, scalar)))
+    (line,) = [line for line in more.summary().splitlines() if line.startswith("above it")]
+    assert "ideally" in line and "update" not in line
 
 
 def test_a_program_is_compiled_once(cache, report, monkeypatch):
@@ -265,8 +274,11 @@ def test_layouts_are_compiled_and_ranked(cache):
     assert set(found.plans) == {(4,), (2, 2)}
     assert found.chosen == (4,)
     assert found.plans[found.best].time.step_seconds == min(r.time.step_seconds for r in found.plans.values())
-    assert "what make_mesh chooses" in str(found)
+    assert "what make_mesh chooses" in str(found) and str(found).split("\n")[0].split()[-2] == "MB"
     json.dumps(found.to_json())
+    # As of XLA:GPU, which makes programs that do not fit.
+    large = {layout: dataclasses.replace(report, fits=False) for layout, report in found.plans.items()}
+    assert str(dataclasses.replace(found, plans=large)).count("does not fit") == 2
 
 
 @pytest.mark.parametrize(
@@ -376,6 +388,14 @@ def test_a_picture_of_the_stages(cache, capsys, tmp_path):
     assert status == 0
     assert [row["stage"] for row in json.loads(out)] == [0, 1, 2, 3]
     assert "stage 3" in picture.read_text()
+
+
+def test_a_picture_by_formula_compiles_nothing(cache, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli_plan.Request, "compile", None)
+    picture = tmp_path / "memory.svg"
+    status, out, _ = run("memory", capsys, cache, *OWN, "--estimate", "--plot", str(picture), "--json")
+    assert status == 0 and {row["measured"] for row in json.loads(out)} == {None}
+    assert "stage 3" in picture.read_text() and "measured" not in picture.read_text()
 
 
 @pytest.mark.slow

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
-from zero_jax.cli import plan as cli_plan
+from zero_jax.cli import run_config
 from zero_jax.cli.models import planned as activations
 from zero_jax.cli.models import presets
 from zero_jax.cli.options import explicit
 from zero_jax.models import gpt
-from zero_jax.planning import estimates, links, plans, ranking
+from zero_jax.planning import estimates, links, plans, ranking, traces
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -31,7 +31,7 @@ PSI = planned.DEPTH * planned.WIDTH**2
 
 
 def estimator(config=CONFIG, tx=None, topology=TOPOLOGY):
-    policies = {"own": estimates.Policy(loss_fn=planned.loss_fn, remat="own")}
+    policies = {"own": traces.Policy(loss_fn=planned.loss_fn, remat="own")}
     job = plans.make_job(
         loss_fn=planned.loss_fn, init_fn=planned.init_fn, tx=tx or optax.adamw(1e-3), batch=planned.batch(16),
         topology=topology, config=config,
@@ -101,7 +101,7 @@ def test_experts_that_stay_send_activations_in_the_place_of_params():
         loss_fn=loss_fn, init_fn=lambda key: {"up": jnp.zeros((2, 4, 128, 1024))}, tx=optax.sgd(0.1),
         batch=jnp.zeros((16, 4, 8, 128)), topology=TOPOLOGY, config=dataclasses.replace(CONFIG, experts="up"),
     )  # fmt: skip
-    found = estimates.Estimator(job, {"own": estimates.Policy(loss_fn=loss_fn, remat="own")})
+    found = estimates.Estimator(job, {"own": traces.Policy(loss_fn=loss_fn, remat="own")})
     held, plain = (found.step(setting(3, experts=x)) for x in (True, False))
     assert held.staying_share == 3 / 4 and plain.staying_share == plain.expert_seconds == 0
     assert held.moved_bytes[0] == plain.moved_bytes[0] / 4 and 0 < held.expert_seconds < plain.data_seconds
@@ -137,7 +137,7 @@ def staged_loss(params, batch):
 
 
 def staged_estimator(topology=TOPOLOGY, config=CONFIG, loss_fn=staged_loss):
-    policies = {name: estimates.Policy(loss_fn=loss_fn, remat=name) for name in ("own", "full", "auto")}
+    policies = {name: traces.Policy(loss_fn=loss_fn, remat=name) for name in ("own", "full", "auto")}
     fields = {"tx": optax.adamw(1e-3), "batch": planned.batch(16), "topology": topology, "config": config}
     return estimates.Estimator(plans.make_job(loss_fn=loss_fn, init_fn=staged_init, **fields), policies)
 
@@ -232,7 +232,7 @@ def test_offload_is_searched_where_nothing_fits():
 def test_a_trace_serves_all_batch_sizes():
     def of(batch_size, traced):
         job = dataclasses.replace(estimator().job, batch=planned.batch(traced))
-        policies = {"own": estimates.Policy(loss_fn=planned.loss_fn, remat="own")}
+        policies = {"own": traces.Policy(loss_fn=planned.loss_fn, remat="own")}
         return estimates.Estimator(job, policies).estimate(setting(3, batch_size=batch_size, num_microbatches=2))
 
     one, other = of(64, 16), of(64, 64)
@@ -545,10 +545,9 @@ def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     words = ["--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)]
     options = cli.parse(["plan", "--config", str(tmp_path / "run.toml"), *words])
     chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
-    request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]))
     report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
     activations = presets.ActivationConfig(loss_chunk=64)
-    cli_plan._write_config(options, request, report, zero=chosen, activations=activations)
+    run_config.write_plan(options, report, gpt.PRESETS["gpt-tiny"], zero=chosen, activations=activations)
     read = cli.parse(["train", "--config", str(written)])
     assert getattr(read, "ActivationConfig.loss_chunk") == 64
     run = {name: getattr(read, name) for name in ("DataConfig.data", "TrainConfig.devices", "TrainConfig.batch_size")}

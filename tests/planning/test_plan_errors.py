@@ -117,7 +117,7 @@ def test_the_command_tells_the_models_error(command, capsys):
             ["--model", "gpt-tiny"],
             "--model gpt-tiny: that is of the presets, and --loss stands for a model of your own",
         ),
-        (["--num-layers", "2"], "--num-layers: that is of the presets"),
+        (["--num-layers", "2"], "error: --num-layers: that is of the presets"),
         (["--loss-chunk", "64"], "--loss-chunk: that is of the presets"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
         (["--pipe", "3"], "does not divide the 4 devices: change one of them, or the topology"),

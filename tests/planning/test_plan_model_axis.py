@@ -2,10 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import planned
 import pytest
 
+import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.training import StepLoss
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -79,6 +84,33 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     assert status == 0
     assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
     assert found["by_axes"]["pipe"] > 0 and not found["not_counted"]
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
+    """As stages, layers of a Python loop become a scan, where a mask of each layer's own is data."""
+    places = np.arange(128)
+    causal = places[:, None] >= places
+    masks = causal, causal & (places[:, None] - places < 16)
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for number, weights in enumerate(params["layers"]):
+            query, key, value = jnp.einsum("bsd,xdhk->xbshk", x, weights)
+            mask = masks[number % 2][None, None]
+            x += jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape)
+        return (x @ params["head"]).mean()
+
+    params = {
+        "layers": [jax.ShapeDtypeStruct((3, 64, 4, 16), jnp.float32)] * 4,
+        "head": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    }
+    batch = {"x": jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)}
+    mesh = zero.make_mesh(topology="v5e:2x2", pipe=pipe)
+    config = zero.ZeroConfig(stage=3, attention="fused", num_microbatches=pipe)
+    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    program = str(loss.fused.trace(*loss.shapes(params, batch)).closed)
+    assert bool(loss.attentions(params, batch).num_fused) == ("zero_attention" in program)
 
 
 @pytest.mark.slow

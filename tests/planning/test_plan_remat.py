@@ -12,7 +12,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.models import gpt
-from zero_jax.planning import estimates, plans, process, ranking
+from zero_jax.planning import estimates, plans, process, ranking, traces
 from zero_jax.planning import report as plan_report
 from zero_jax.sharding.topology import HARDWARE
 from zero_jax.training import MEMORY_ROOM
@@ -163,9 +163,7 @@ def test_a_pipeline_is_refused():
 @pytest.mark.parametrize("attention", ["own", "fused"])
 def test_a_search_estimates_each_setting_with_the_values_that_it_has_memory_for(attention):
     """Less memory than all, less time than none: it is between the policies that keep nothing and everything."""
-    policies = {
-        name: estimates.Policy(loss_fn=gpt.loss_fn(GPT), remat=name) for name in ("full", "auto", "none", "dots")
-    }
+    policies = {name: traces.Policy(loss_fn=gpt.loss_fn(GPT), remat=name) for name in ("full", "auto", "none", "dots")}
     batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((256, GPT.seq_len), jnp.int32))
     job = make_job(loss_fn=gpt.loss_fn(GPT), init_fn=functools.partial(gpt.init, GPT), batch=batch)
     found = estimates.Estimator(job, policies)

@@ -41,9 +41,8 @@ def fake_mesh(shape, *, slices=1):
 
 
 def estimate(name, mesh, text=PROGRAM):
-    return plan_time.estimate_time(
-        Program(text), mesh=mesh, topology=topology.parse(name), model_flops=16 * 459e6, num_tokens=1600
-    )
+    work = plan_time.ModelWork(model_flops=16 * 459e6, num_tokens=1600)
+    return plan_time.estimate_time(Program(text), work, mesh=mesh, topology=topology.parse(name))
 
 
 def test_cycles_and_links_of_an_open_torus():
@@ -128,7 +127,8 @@ def test_a_program_is_parsed_once_for_memory_traffic_and_time(monkeypatch):
     mesh, v5p = fake_mesh((2, 2, 4)), topology.parse("v5p:2x2x4")
     memory.measure(compiled)
     comms.measure(compiled)
-    plan_time.estimate_time(compiled.program, mesh=mesh, topology=v5p, model_flops=1.0, num_tokens=1)
+    work = plan_time.ModelWork(model_flops=1.0, num_tokens=1)
+    plan_time.estimate_time(compiled.program, work, mesh=mesh, topology=v5p)
     assert parsed == [PROGRAM]
     for measure in (memory.measure, comms.measure):
         measure(types.SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=compiled.memory_analysis))
@@ -169,8 +169,8 @@ def test_cycles_far_above_the_roofline_are_not_believed():
 def test_mfu_by_both_counts():
     """Attention with half of the operations: by half, three quarters of them count."""
     mesh, v5p = fake_mesh((2, 2, 4)), topology.parse("v5p:2x2x4")
-    flops = {"model_flops": 16 * 459e6, "attention_flops": 16 * 459e6 / 2}
-    found = plan_time.estimate_time(Program(PROGRAM), mesh=mesh, topology=v5p, num_tokens=1, **flops)
+    work = plan_time.ModelWork(model_flops=16 * 459e6, attention_flops=16 * 459e6 / 2, num_tokens=1)
+    found = plan_time.estimate_time(Program(PROGRAM), work, mesh=mesh, topology=v5p)
     assert found.mfu == pytest.approx(1e-6 / found.step_seconds)
     assert found.mfu_causal == pytest.approx(0.75 * found.mfu)
     assert found.causal_model_flops == pytest.approx(0.75 * found.model_flops)

@@ -413,7 +413,7 @@ def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
     got = run(settings, **options, host_capacity_bytes=2.5e9)
     assert got.best.offload == "optimizer" and all(x.figures.host_bytes <= 2.5e9 for x in got.ranked)
     assert {x.setting.offload for x in got.rejected if x.kind == "host"} == {"optimizer", "state"}
-    assert "in host memory: needs 12.0 GB (for each device), 2.5 GB usable: short of 9.5 GB" in str(got)
+    assert re.search(r"offload=state +12.0 +9.5  host memory", str(got))
     assert "host memory for each device: 2.50 GB are assumed" in str(got)
     # None: the one that is short of the least, on its device or on its host, and what would do.
     none = run(settings, **options, host_capacity_bytes=1.9e9)
@@ -474,6 +474,29 @@ def test_prints_ranking_and_every_rejected_setting():
         assert str(s.num_microbatches) in line
     data = json.loads(json.dumps(got.to_json()))
     assert data["best"]["stage"] == got.best.stage and len(data["rejected"]) == len(got.rejected)
+
+
+def test_of_many_rejected_settings_the_nearest_are_printed():
+    """A search tries thousands: those of one reason are not all listed, nor all that are too large."""
+    settings = settings_of(remat=[f"policy{i}" for i in range(30)])
+
+    def refuse(setting):
+        if setting.stage == 0:
+            raise SettingRefused("stage 0 is too old")
+        return estimate(setting)
+
+    got = run(settings, estimate=refuse, capacity_bytes=1e9)
+    text = str(got)
+    assert len(got.rejected) > 800 and len(text.splitlines()) < 80
+    assert "stage 0 is too old:" in text and len(re.findall(r"\.\.\. and [0-9,]+ more", text)) == 2
+    assert str(got.nearest.setting).split(" remat")[0].split(" microbatches")[0] in text.split("rejected (")[1]
+
+
+def test_sizes_of_small_models_are_in_megabytes():
+    small = lambda setting: dataclasses.replace(estimate(setting), bytes=estimate(setting).bytes / 1e4)  # noqa: E731
+    text = str(run(estimate=small, max_compiles=0))
+    assert re.search(r"^rank  setting +MB  s/step", text, re.MULTILINE) and " 0.0 " not in text
+    assert re.search(r"^rank  setting +GB  s/step", str(run(max_compiles=0)), re.MULTILINE)
 
 
 def test_search_refuses():

@@ -12,6 +12,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
 jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(INDEX), initialization_timeout=60)
 
@@ -37,6 +39,9 @@ try:
     loaded = zero.load_hf(FOLDER, mesh=mesh, config=zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=8))
     result |= {"num_read": num_read, "num_params": loaded.source.config.num_params}
     result["saved"] = str(zero.save_hf(OUT, loaded.params, loaded, max_file_bytes=9000))
+    own = multihost_utils.process_allgather(loaded.params, tiled=True)
+    own["blocks"] = jax.tree.map(jnp.asarray, own["blocks"])  # on a device of each process, the others on the host
+    zero.save_hf(f"{OUT}-own", own, loaded)
 except ValueError as error:
     result["error"] = str(error)
 report(result)

@@ -150,6 +150,13 @@ def test_what_cannot_be_looked_at_is_named(words, message, hub, capsys):
     assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["evaluate", "sample"])
+def test_a_run_of_the_trainer_in_python_is_no_checkpoint_of_the_hub(command, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"name": "mine"}, "zero": {}, "optimizer": {}}))
+    status, out, err = run([command, str(tmp_path)], capsys)
+    assert (status, out) == (2, "") and f"{tmp_path} is a run that zero.Trainer made in Python" in err
+
+
 def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
     tokenizer(hub / "tokenizer.json", num_tokens=250, more={"zz": 320})

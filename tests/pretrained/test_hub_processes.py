@@ -23,8 +23,9 @@ def test_two_processes_read_their_shards_and_write_one_folder(tmp_path):
     for result in results:
         assert result["num_read"] < 0.6 * result["num_params"]
     assert results[0]["saved"] == results[1]["saved"]
-    assert_same_bits(read(tmp_path / "out"), tensors)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    for saved in ("out", "out-own"):  # of arrays of all processes, and of arrays that each has
+        assert_same_bits(read(tmp_path / saved), tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "out-own"]
 
 
 def test_a_folder_that_one_process_cannot_read_is_loaded_by_none(tmp_path):

@@ -163,6 +163,13 @@ def test_a_model_of_ones_own_is_loaded_by_names(tmp_path):
     np.testing.assert_array_equal(params["odd"][1, 2], tensors["odd.1.2"])
 
 
+def test_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "gone", tmp_path / "file"):
+        with pytest.raises(ValueError, match=r"(gone|file) is no folder: give one with "):
+            load_tensors(place, own_model(), NAMES, mesh=zero.make_mesh(), config=config_of(3))
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

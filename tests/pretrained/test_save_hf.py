@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +17,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.models import decoder, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
-from zero_jax.pretrained import export_hf, load_tensors, save_tensors, saving
+from zero_jax.pretrained import TensorName, export_hf, load_tensors, save_tensors, saving
 
 TX = optax.adam(1e-3)
 
@@ -92,12 +94,24 @@ def test_a_model_of_ones_own_is_saved_by_names(tmp_path):
     assert_same_bits(read(tmp_path / "out"), tensors)
 
 
+def test_params_of_one_tensor_are_equal_or_refused(tmp_path):
+    """The second one was written over the first, as where a name was copied and not changed."""
+    w, names = jnp.arange(12.0).reshape(3, 4), {"v": TensorName("t"), "w": TensorName("t")}
+    save_tensors(tmp_path / "tied", {"v": w, "w": w}, names)
+    with pytest.raises(ValueError, match=r"params 'v' and 'w' have one tensor, 't', and differ: give each a name"):
+        save_tensors(tmp_path / "out", {"v": w, "w": w + 1}, names)
+    whole_and_part = {"v": TensorName("t", part=(0, 4, 4)), "w": TensorName("t")}
+    with pytest.raises(ValueError, match=r"param 'w' shares the tensor t with another one"):
+        save_tensors(tmp_path / "out", {"v": w, "w": w + 1}, whole_and_part)
+    assert [path.name for path in tmp_path.iterdir()] == ["tied"]
+
+
 def loaded_llama(tmp_path):
     write(tmp_path / "in", FOLDERS["llama"], tensors_of(FOLDERS["llama"]))
     return zero.load_hf(tmp_path / "in", mesh=zero.make_mesh(), config=config_of(3))
 
 
-def test_what_is_there_stays(tmp_path):
+def test_what_is_there_stays(tmp_path, monkeypatch):
     loaded = loaded_llama(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "in").iterdir()}
     with pytest.raises(ValueError, match="in it: choose a folder that is new or empty"):
@@ -106,8 +120,13 @@ def test_what_is_there_stays(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is no folder"):
         zero.save_hf(tmp_path / "file", loaded.params, loaded)
-    (tmp_path / "empty").mkdir()
-    zero.save_hf(tmp_path / "empty", loaded.params, loaded)
+    # A folder that is there is not replaced: it may be a mount, the current folder, or have rights of its own.
+    (tmp_path / "empty").mkdir(mode=0o750)
+    empty = (tmp_path / "empty").stat()
+    monkeypatch.chdir(tmp_path / "empty")
+    zero.save_hf(".", loaded.params, loaded)
+    assert (after := (tmp_path / "empty").stat()).st_ino == empty.st_ino and after.st_mode == empty.st_mode
+    assert "config.json" in os.listdir() and not [name for name in os.listdir() if name.startswith(".")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "in"]
 
 
@@ -129,7 +148,11 @@ def test_paths_are_those_of_the_user_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "in")
     zero.save_hf("~/a b/ü%41", loaded.params, loaded)
     assert (tmp_path / "home/a b/ü%41/config.json").is_file() and not (tmp_path / "in/~").exists()
-    for path, told in [("a\0b", "give the path of a folder"), ("x" * 300, "File name too long .the name is too long")]:
+    for path, told in [
+        ("", "give the path of a folder"),
+        ("a\0b", "give the path of a folder"),
+        ("x" * 300, "File name too long .the name is too long"),
+    ]:
         with pytest.raises(ValueError, match=told):
             zero.save_hf(path, loaded.params, loaded)
 

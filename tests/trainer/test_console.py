@@ -48,6 +48,8 @@ def run(console, steps, **fields):
 def test_a_line_has_every_figure_that_there_is():
     assert figures(RECORD) == "loss 3.142  grad norm 0.50  lr 3.00e-03  12,346 tokens/s  MFU 41.2%  1.61 GB/device"
     assert figures({"kind": "train", "step": 1, "loss": 1.0, "mfu": None}) == "loss 1.000"
+    small = {"kind": "train", "step": 1, "loss": 0.00012, "grad_norm": 0.004}
+    assert figures(small) == "loss 0.00012  grad norm 0.004"  # and not 0.000, 0.00
     assert figures({"kind": "validation", "step": 1, "loss": 1.0, "ema_loss": 0.5}) == (
         "validation loss 1.000  validation loss of the average 0.500"
     )

@@ -21,7 +21,7 @@ from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, check
 
 import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
-from zero_jax.checkpoint.saving import ArrayWrites
+from zero_jax.checkpoint.array_writes import ArrayWrites
 from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module

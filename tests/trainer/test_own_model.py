@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 import re
@@ -598,6 +599,8 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     evaluated = json.loads(out)
     assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
     assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["evaluate", str(folder), "--batch-size", "4"], capsys)
+    assert status == 2 and "--batch-size: the --validation of a model of your own has batches of its own" in err
     status, out, err = run(["sample", str(folder)], capsys)
     assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 
@@ -615,13 +618,56 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
         (["--batch-size", "16"], "--batch-size: that is of text, and --batches stands for a source of your own"),
         (["--data", "words"], "--data: that is of text"),
         (["--model", "gpt-tiny"], "--model gpt-tiny: that is of the presets"),
-        (["--d-model", "64"], "--d-model: that is of the presets"),
+        (["--d-model", "64"], "error: --d-model: that is of the presets"),
     ],
 )
 def test_the_command_line_names_what_is_wrong(own, arguments, message, capsys, tmp_path):
     status, out, err = run([*COMMAND, *own, *arguments], capsys)
     assert (status, out) == (2, "") and message in err, err
     assert not (tmp_path / "runs").exists()
+
+
+WRONG = {
+    "None": None, "text": "x", "integer": 3, "negative": -1, "nan": float("nan"), "list": [1], "nothing": [],
+    "dict": {"a": 1}, "object": object(), "function": lambda: None, "bytes": b"x", "class": dict, "bool": True,
+}  # fmt: skip
+RIGHT = {
+    "tx": {"None"},
+    "validation": {"None", "class"},  # a class is a function, which may raise what it likes
+    "eval_fn": {"None", "class"},
+    "loss_fn": {"class"},
+    "init_fn": {"class"},
+    "batches": {"class"},
+    "param_specs": {"None", "nothing"},
+    "callbacks": {"nothing"},
+    "trackers": {"nothing"},
+    "name": {"text"},
+}
+
+
+@pytest.mark.parametrize("parameter", inspect.signature(zero.Trainer).parameters)
+def test_arguments_of_another_kind_are_refused(config, parameter):
+    """In one line of zero_jax's own, which names the argument, whatever it is given."""
+    right = {"loss_fn": loss_fn, "init_fn": init_fn, "batches": batch_of, "config": config}
+    for kind in WRONG.keys() - RIGHT.get(parameter, set()):
+        with pytest.raises(ValueError, match=rf"^({parameter}\b|the first batch )") as caught:
+            zero.Trainer(**right | {parameter: WRONG[kind]}).train(log=lambda _: None)
+        assert len(str(caught.value).splitlines()) == 1, kind
+
+
+def test_functions_of_the_trainer_take_their_own_records(config):
+    model = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
+    evaluate = functools.partial(zero.trainer.evaluate, params={}, mesh=zero.make_mesh())
+    for call, message in {
+        lambda: prepare(config.zero, model=model): "config=ZeroConfig.*: give a zero.TrainConfig",
+        lambda: prepare(config, model=loss_fn): "model=<function .*: give a zero.trainer.OwnModel",
+        lambda: evaluate(loss_fn, config=config): "model=<function .*: give a zero.trainer.OwnModel",
+        lambda: evaluate(model, config=config.zero): "config=ZeroConfig.*: give a zero.TrainConfig",
+        lambda: zero.trainer.make_optimizer("adam", num_steps=3): "config='adam': give a zero.trainer.OptimizerConfig",
+        lambda: zero.trainer.plot_runs("a.png", ["runs/a"]): r"runs\[0\]='runs/a': give what zero.trainer.read_run",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_model_of_ones_own_needs_all_three(own, capsys):

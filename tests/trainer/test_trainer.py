@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import types
@@ -128,8 +129,9 @@ def test_a_model_with_model_state_trains_and_resumes(config, no_picture):
 
 
 def test_speed_and_utilization_are_per_second():
-    meter = metrics.Speedometer(batch_size=4, num_tokens=100, flops=2_000, peak_flops_per_second=10_000.0)
-    assert (meter.num_units, meter.mfu(0.5)) == (100, 0.4)
+    sizes = {"batch_size": 4, "unit": "tokens", "num_units": 100, "flops": 2_000}
+    meter = metrics.Speedometer(**sizes, peak_flops_per_second=10_000.0)
+    assert meter.mfu(0.5) == 0.4
     assert dataclasses.replace(meter, peak_flops_per_second=None).mfu(0.5) is None
 
 
@@ -322,6 +324,13 @@ def test_a_config_that_no_run_wrote_is_not_written_over(config, tmp_path, text):
     with pytest.raises(ValueError, match=r"config.json is not the config of a run.*or move that file"):
         training_run.prepare(dataclasses.replace(config, name="mine", resume="auto"), model=MODEL)
     assert path.read_text() == text
+
+
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(config, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    os.mkfifo(tmp_path / "runs/mine/config.json")
+    with pytest.raises(ValueError, match=r"config.json is not the config of a run.*or move that file"):
+        training_run.prepare(dataclasses.replace(config, name="mine", resume="auto"), model=MODEL)
 
 
 def test_a_run_in_a_checkpoint_is_refused(config, tmp_path):

@@ -106,6 +106,7 @@ def test_a_cut_that_is_broken_off_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         JsonLinesWriter(path, resume_step=3)
     assert path.read_bytes() == before
+    assert [other.name for other in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_resuming_without_a_file_starts_one(tmp_path):
@@ -383,6 +384,14 @@ def test_wandb_gets_the_figures_and_goes_on_by_id(tmp_path, wandb):
     assert wandb.calls[-1] == ("finish",)
     WandbWriter("project", folder=tmp_path, name="run").close()
     assert [call[1] for call in wandb.calls if call[0] == "init"][-1]["id"] != first["id"]
+
+
+def test_a_pipe_in_place_of_the_id_of_wandb_is_not_waited_for(tmp_path, wandb):
+    os.mkfifo(tmp_path / "wandb-id")
+    with pytest.raises(ValueError, match=r"wandb-id .it is a named pipe, not a file.: remove it"):
+        WandbWriter("project", folder=tmp_path, name="run", is_resumed=True)
+    WandbWriter("project", folder=tmp_path, name="run").close()
+    assert (tmp_path / "wandb-id").is_file()
 
 
 def test_all_writers_of_a_run_and_one_that_loses_its_network(tmp_path, wandb):

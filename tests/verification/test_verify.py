@@ -231,6 +231,25 @@ def test_leaves_that_rounding_may_change_by_as_much_are_not_called_equal():
     assert "not tested: rounding may change params/up" in str(found) and not re.search(r"e\+(?!00)", str(found))
 
 
+@pytest.mark.tpu_compiler
+def test_params_that_are_in_16_bits_by_themselves_are_rounded_as_such():
+    """Of `fp32`, which leaves each leaf in the dtype that it is made in."""
+    loss_fn, init_fn, batch = nnx_model()
+    narrow = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_fn(key))  # noqa: E731
+    cast = {name: x.astype(jnp.bfloat16) for name, x in batch.items()}
+    config = zero.ZeroConfig(stage=3, precision="fp32")
+    found = zero.verify(loss_fn, narrow, optax.adamw(1e-2), cast, topology="v5p:2x2x1", config=config, **HERE)
+    assert found.ok, str(found)
+
+
+def test_dtypes_without_a_tolerance_of_their_own_have_that_of_their_rounding():
+    from zero_jax.verification.verify import _tolerance
+
+    params = {"w": jnp.ones(2), "count": jnp.ones(2, jnp.int32)}
+    in_8_bits = zero.ZeroConfig(precision=zero.Precision(compute=jnp.float8_e5m2))
+    assert _tolerance(in_8_bits, params) == 4 * 0.25 and _tolerance(zero.ZeroConfig(), params) == 1e-4
+
+
 def test_wrong_numbers_are_found(monkeypatch):
     """A reference with another learning rate or clipping differs in what these change, and nowhere else."""
     from zero_jax.verification import reference

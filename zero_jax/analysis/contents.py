@@ -3,8 +3,6 @@
 The page is HTML with SVG, without scripts or anything from elsewhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import math
@@ -135,7 +133,16 @@ class StateSummary(Report):
         write_text(pathlib.Path(path), self.to_html())
 
     def _repr_html_(self) -> str:
-        return _drawn(self.heading, self.groups)
+        groups = self.groups
+        # Groups that are a single leaf, such as counters and keys, are one at the end.
+        single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+        others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
+        groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
+        groups |= {"other": others} if others else {}
+        style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+        parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{_escaped(self.heading)}</h1>"]
+        parts += [_bar(groups), *(_group(name, leaves) for name, leaves in groups.items())]
+        return "\n".join([*parts, _LEGEND, "</div>"])
 
 
 def _sizes(leaves: Sequence[LeafSummary]) -> list[str]:
@@ -162,16 +169,16 @@ def summary(tree: PyTree) -> StateSummary:
     leaves = [_leaf(name, leaf) for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
-    mesh = dict(meshes.pop().shape) if len(meshes) == 1 else {}
+    mesh = dict(meshes.pop().shape) if len(meshes) == 1 else {}  # with several, no sizes would be those of all leaves
     return StateSummary(title=type(tree).__name__, mesh=mesh, leaves=tuple(leaves))
 
 
 def _leaf(name: str, leaf: Any) -> LeafSummary:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
+    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)  # arrays of NumPy have no sharding
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
-    parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
+    parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))  # the last is short
     num_devices = 1 if sharding is None else sharding.num_devices
     host_kind, on_one = host_memory_kind(sharding), shard_bytes(leaf)
     return LeafSummary(
@@ -196,22 +203,9 @@ def _spec(sharding: Any, ndim: int) -> str:
     return f"[{', '.join('+'.join(axes) or '-' for axes in dims_of(sharding, ndim))}]"
 
 
-def _drawn(heading: str, groups: Groups) -> str:
-    """Returns leaves by group as a part of a page."""
-    # Groups that are a single leaf, such as counters and keys, are one at the end.
-    single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
-    others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
-    groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
-    groups |= {"other": others} if others else {}
-    style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{_escaped(heading)}</h1>", _bar(groups)]
-    parts += [_group(name, leaves) for name, leaves in groups.items()]
-    return "\n".join([*parts, _LEGEND, "</div>"])
-
-
 def _bar(groups: Groups) -> str:
     sizes = {name: sum(leaf.device_bytes for leaf in leaves) for name, leaves in groups.items()}
-    total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
+    total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []  # 1: of a tree without bytes the bar is empty
     for place, (name, size) in enumerate(sizes.items()):
         color, width = _COLORS[place % len(_COLORS)], _BAR * size / total
         text = f"{_escaped(name)}: {format_bytes(size)} a device"
@@ -250,7 +244,7 @@ def _drawing(leaf: LeafSummary) -> str:
     width, height = _size([max(leaf.shape[dim], 1) for dim in dims])
     num_cells, num_shards = rows * columns, math.prod(leaf.parts)
     num_undrawn = num_shards // num_cells
-    places = range(num_cells) if num_cells <= _MAX_CELLS else ()
+    places = range(num_cells) if num_cells <= _MAX_CELLS else ()  # more could not be told apart
     cells = [] if places else [f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>']
     for place in places:
         row, column = divmod(place, columns)
@@ -275,7 +269,7 @@ def _size(sizes: list[int]) -> tuple[int, int]:
     """Returns width and height in pixels of a drawing of dims, nearer to a square than these are."""
     if len(sizes) < 2:
         return _LONG if sizes else _SHORT - 10, _SHORT - 10
-    ratio = (sizes[0] / sizes[1]) ** 0.5
+    ratio = (sizes[0] / sizes[1]) ** 0.5  # an embedding of 100,000 x 1,000 would be a line
     if ratio <= 1:
         return _LONG, max(_SHORT, round(min(_LONG * 0.5, _LONG * ratio * 0.5)))
     return max(_SHORT * 2, round(_LONG / ratio)), _LONG // 2
@@ -285,7 +279,7 @@ def _cell_title(leaf: LeafSummary, places: dict[int, int]) -> str:
     """Returns the slice of each dim that a cell stands for."""
     spans = []
     for dim, size in enumerate(leaf.shape):
-        step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size
+        step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size  # rounded up, as JAX cuts uneven dims
         start = places[dim] * step if dim in places else None
         spans.append(":" if start is None or leaf.parts[dim] == 1 else f"{start}:{min(start + step, size)}")
     return _escaped(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")

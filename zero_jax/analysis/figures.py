@@ -59,9 +59,10 @@ def plot_memory(
         label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
         panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--", label=label)
     panel.set_ylabel("memory per device (GB = 10⁹ bytes)")
-    panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.06)  # room for the figure above the highest bar
     if title:
         figure.suptitle(title)
+    # By label: each bar has a handle of each of its parts.
     handles = {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
     handles["formula"] = Patch(**gray, alpha=0.45, hatch="///")
@@ -121,7 +122,7 @@ def tidy(panel: Any) -> None:
     """Gives axes the style of all figures: a pale grid, no frame above and at the right."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
-    panel.set_axisbelow(True)
+    panel.set_axisbelow(True)  # or the grid would be drawn over bars
 
 
 def save_figure(figure: Any, path: pathlib.Path | str) -> None:
@@ -131,4 +132,4 @@ def save_figure(figure: Any, path: pathlib.Path | str) -> None:
     # Text stays text in an SVG, and its ids, which are random without a salt, are the same.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
         is_svg = pathlib.Path(path).suffix.lower() == ".svg"
-        figure.savefig(path, metadata={"Date": None} if is_svg else None)
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)  # an SVG has the time of writing

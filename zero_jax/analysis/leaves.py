@@ -13,7 +13,7 @@ from zero_jax.core.tree import is_key
 from zero_jax.hlo import HOST_SPACE, Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
-STATE_GROUPS = GROUPS[:5]
+STATE_GROUPS = GROUPS[:5]  # those that stay from step to step
 # As JAX names arguments: keys of dicts in quotes, attributes behind dots, numbers in brackets.
 _KEY = re.compile(r"\['([^']*)'\]|([^.\[\]'\"\\]+)")
 
@@ -76,7 +76,7 @@ def group_of(path: str) -> str:
 
 def host_memory_kind(sharding: Any) -> str | None:
     """Returns the kind of host memory of a sharding; None for its devices' default memory, also on CPUs."""
-    kind = getattr(sharding, "memory_kind", None)
+    kind = getattr(sharding, "memory_kind", None)  # None of shardings that do not say
     if kind is None or "host" not in kind:
         return None
     try:
@@ -96,7 +96,7 @@ def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]
         for array in parameter.arrays:
             shards = _shards(parameter.line, len(array.dims))
             global_dims = known_dims.get(parameter.op_name)
-            if shards is not None:
+            if shards is not None:  # what XLA compiled, where the text has it
                 global_dims = tuple(dim * count for dim, count in zip(array.dims, shards, strict=True))
             leaves.append(
                 ArgumentLeaf(
@@ -124,6 +124,7 @@ def sum_by_group(leaves: Iterable[ArgumentLeaf]) -> dict[str, int]:
 def unsharded_leaves(leaves: Iterable[ArgumentLeaf]) -> tuple[ArgumentLeaf, ...]:
     """Returns the unsharded leaves, but scalars, of groups of the state that are otherwise sharded, largest first."""
     leaves = [leaf for leaf in leaves if leaf.group in STATE_GROUPS and leaf.dims]
+    # Of a group that no stage shards, as params at stage 2, unsharded leaves are what is wanted.
     sharded = {leaf.group for leaf in leaves if leaf.whole_dims is not None and not leaf.is_whole}
     unsharded = [leaf for leaf in leaves if leaf.group in sharded and leaf.is_whole]
     return tuple(sorted(unsharded, key=lambda leaf: -leaf.num_bytes))
@@ -136,7 +137,7 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
     total, unsharded_bytes = (
         sum(leaf.num_bytes for leaf in some if leaf.group in groups) for some in (leaves, unsharded)
     )
-    if unsharded_bytes <= total / 2:
+    if unsharded_bytes <= total / 2:  # norms and biases are unsharded in every model
         return None
     return (
         f"{len(unsharded)} unsharded leaves take {format_bytes(unsharded_bytes)} of the {format_bytes(total)} of "
@@ -156,6 +157,7 @@ def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Seque
     returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)
     copied = []
     for leaf, is_donated in leaves_and_donated:
+        # One result explains one argument: of several leaves alike, as many are copied as are returned.
         if leaf.group in STATE_GROUPS and not is_donated and returned[leaf.dtype, leaf.dims] > 0:
             returned[leaf.dtype, leaf.dims] -= 1
             copied.append(leaf)

@@ -4,8 +4,6 @@ Rajbhandari et al., arXiv 1910.02054. `scripts/paper_formulas.py` computes the t
 writes them to `paper_tables.json`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.resources
@@ -59,7 +57,7 @@ PAPER_CONFIGS: Mapping[str, ZeroConfig] = types.MappingProxyType(
 
 def show_gb(value: float) -> str:
     """Returns GB with about as many digits as the paper gives."""
-    return _rounded(value, 2 if value < 2 else 1 if value < 100 else 0)
+    return _rounded(value, 2 if value < 2 else 1 if value < 100 else 0)  # as Table 1: 1.88, 31.4, 120
 
 
 def show_params(value: float) -> str:
@@ -73,6 +71,7 @@ def show_ratio(value: float) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
+    # Half up, as the paper rounds; Python rounds halves to even.
     rounded = Decimal(value).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP)
     text = f"{rounded:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -16,9 +17,10 @@ import numpy as np
 from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
-from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import DTYPES, Tensor, create_files, find_files
+from zero_jax.core.files.partial_folder import partial_folder, publish
+from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create_files, find_files
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, quoted
 from zero_jax.core.tree import cast_values
 from zero_jax.core.variables import MODEL_STATE
@@ -76,12 +78,14 @@ def export(
       >>> zero.checkpoint.export(folder, folder / "exported", dtype="bfloat16").num_tensors
       2
     """
+    check_arguments(out=out, max_shard_bytes=max_shard_bytes)
     (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another folder")
     check_outside(folder)
+    # Of the names that an export has: other files in the folder are not the export's to replace.
     old = find_files(folder)
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
@@ -94,7 +98,12 @@ def export(
                     # A map for each slice: written pages are memory of this process as long as their map is open.
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
-        _publish(partial, folder, written, old)
+        for path in old:
+            # Files that are not replaced would be read beside the new ones. An index would be of files of both, if this
+            # is cut off while they are replaced one by one.
+            if path.name not in written or path.name == INDEX:
+                path.unlink()
+        publish(partial, folder)
     files, num_bytes = tuple(str(folder / name) for name in written), sum(x.num_bytes for x in tensors.values())
     return Exported(files=files, step=record.step, num_tensors=len(tensors), num_bytes=num_bytes)
 
@@ -140,8 +149,7 @@ def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: b
     """
     record, _ = find_checkpoint(path, step)
     check_files(record)
-    params = [name for name in record.leaves if name.startswith("params/")]
-    names = {name.removeprefix("params/"): _ema_leaf(record, name) if ema else name for name in params}
+    names = {path: _ema_leaf(record, name) if ema else name for name, path in _in_group(record, "params").items()}
     config = record.extra.get("config")
     return SavedParams(
         model=config.get("model") if isinstance(config, Mapping) else None,
@@ -162,10 +170,10 @@ def parse_size(text: str) -> int:
       (5000000000, 536870912)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0
+    if not 1 <= size < math.inf:
         raise ValueError(f"size {text!r}: give a number of bytes such as 5GB or 512MiB")
-    return size
+    return int(size)
 
 
 def _tensors(record: Record, *, dtype: str | None, ema: bool) -> dict[str, Tensor]:
@@ -175,10 +183,9 @@ def _tensors(record: Record, *, dtype: str | None, ema: bool) -> dict[str, Tenso
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(floats)}, or none to leave dtypes as they are")
     tensors = {}
     for group, cast_to in (("params", dtype), (MODEL_STATE, None)):
-        for name in record.leaves:
-            if name == group or name.startswith(f"{group}/"):
-                leaf = _ema_leaf(record, name) if ema and group == "params" else name
-                tensors[leaf] = _tensor(leaf, record.leaves[leaf], name, cast_to)
+        for name in _in_group(record, group):
+            leaf = _ema_leaf(record, name) if ema and group == "params" else name
+            tensors[leaf] = _tensor(leaf, record.leaves[leaf], name, cast_to)
     twice = [name for name, count in collections.Counter(x.name for x in tensors.values()).items() if count > 1]
     if twice:
         raise ValueError(f"several params would be called {quoted(min(twice))}: rename one of them in the model")
@@ -197,8 +204,14 @@ def _tensor(leaf: str, saved: SavedLeaf, param: str, dtype: str | None) -> Tenso
     return Tensor(name=name, shape=saved.stored_shape, dtype=target)
 
 
+def _in_group(record: Record, group: str) -> dict[str, str]:
+    """Returns the names of a group's leaves with their paths in it, which for a single array is ''."""
+    names = (name for name in record.leaves if name == group or name.startswith(f"{group}/"))
+    return {name: name.removeprefix(group).removeprefix("/") for name in names}
+
+
 def _ema_leaf(record: Record, param: str) -> str:
-    ending = "/ema/" + param.removeprefix("params/")
+    ending = "/ema" + param.removeprefix("params")
     names = [name for name in record.leaves if name.startswith("opt_state/") and name.endswith(ending)]
     names = [name for name in names if record.leaves[name].shape == record.leaves[param].shape]
     if len(names) != 1:
@@ -207,17 +220,3 @@ def _ema_leaf(record: Record, param: str) -> str:
             f"--ema: the optimizer's state at {record.path} holds {averages}: export the params without --ema"
         )
     return names[0]
-
-
-def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:
-    """Moves the finished files to the folder: by one rename if the folder is new, else file by file."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    # Files of the older export that the newer one does not replace would be read beside it.
-    for path in old:
-        if path.name not in names:
-            path.unlink()
-    # The index is the last one, by its name: a new one lists no file that is not there yet.
-    for name in names:
-        (partial / name).replace(folder / name)

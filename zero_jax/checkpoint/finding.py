@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 from collections.abc import Sequence
 
 from etils import epath
@@ -25,6 +26,7 @@ from zero_jax.checkpoint.record import (
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, user_path
+from zero_jax.core.signatures import check_arguments
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
@@ -113,6 +115,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
     Raises:
       CheckpointError: there is none.
+      ValueError: `step` is no number of steps.
 
     Example:
       >>> with zero.Checkpointer(folder) as saved:
@@ -121,6 +124,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
       >>> record.step, passed_over
       (1, [])
     """
+    check_arguments(step=step)
     folder = resolve_folder(path)
     if step is None and (folder / RECORD_FILE).exists():
         return read_record(folder), []
@@ -178,7 +182,7 @@ def check_outside(folder: str | os.PathLike[str]) -> None:
     Example:
       >>> zero.checkpoint.check_outside(folder)  # raises ValueError within a checkpoint
     """
-    place = user_path(folder).resolve()
+    place = pathlib.Path(os.path.realpath(user_path(folder)))  # `resolve` raises where links lead in a circle
     for parent in (place, *place.parents):
         if os.path.exists(parent / RECORD_FILE):
             raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
@@ -197,7 +201,7 @@ def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) 
         return f"there is no folder {folder}: give a run's folder"
     if (name := STEP.fullmatch(folder.name)) and (folder / RECORD_FILE).exists():
         return f"{folder} is the checkpoint of step {int(name[1])} itself: give the folder above it, and the step"
-    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+    if (folder / "config.json").exists() and any(x.suffix == ".safetensors" for x in folder.iterdir()):
         return f"no checkpoint: {folder} is a model of the Hugging Face hub: give it to --from-hf, or to zero.load_hf"
     names = first_names(folder)
     return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'}): give a run's folder"

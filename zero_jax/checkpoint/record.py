@@ -19,7 +19,7 @@ from etils import epath
 
 from zero_jax.core.files import untrusted
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.text_tables import printable, quoted
+from zero_jax.core.text_tables import is_unicode, printable, quoted
 
 FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder
@@ -62,9 +62,15 @@ def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
       >>> zero.checkpoint.resolve_folder(".").is_absolute()
       True
     """
-    if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
+    # An empty text, as of a variable that is not set, would be the current folder.
+    if not isinstance(directory, str | os.PathLike) or os.fspath(directory) == "" or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
-    return epath.Path(directory if untrusted.is_bucket(directory) else untrusted.user_path(directory).absolute())
+    path = epath.Path(directory if untrusted.is_bucket(directory) else untrusted.user_path(directory).absolute())
+    if not is_unicode(os.fspath(path)):  # tensorstore takes no other names
+        raise ValueError(
+            f"{printable(path)} is no Unicode text, as the paths of checkpoints are: choose another folder"
+        )
+    return path
 
 
 def step_path(directory: epath.Path, step: int) -> epath.Path:
@@ -146,7 +152,8 @@ def record_to_json(
     described = {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
     extra = {**extra, _CLASSES: dict(classes)}  # there, as earlier releases refuse other fields than theirs
     record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": extra}
-    record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
+    # As it will be read: tuples are lists, keys are strings, of which two may be equal then.
+    record = json.loads(json.dumps(record), object_pairs_hook=untrusted.unique_keys)
     encoded = json.dumps({**record, "checksum": untrusted.json_checksum(record)}).encode()
     if len(encoded) > _MAX_RECORD_BYTES:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import math
@@ -19,11 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
-from etils import epath
-from jax import Array
-from orbax.checkpoint import future as orbax_future
 
+from zero_jax.checkpoint.array_writes import ArrayWrites
 from zero_jax.checkpoint.finding import list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
@@ -42,9 +38,6 @@ Log = Callable[[str], None]
 
 LOCK = "zero_jax.lock"
 _CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-# Chunks are read completely, so they are small: another mesh should not read much more than its shards.
-_CHUNK_BYTES = 1 << 24
-_LEAST_CHUNK_BYTES = 1 << 13
 _SEEN_SECONDS = 60  # after which a network file system shows in one process what another has written
 
 
@@ -349,64 +342,6 @@ def _checked_step(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
     return number
-
-
-class ArrayWrites:
-    """Writes arrays to a folder in the background, in all processes; errors come from `wait`, before its barrier."""
-
-    def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
-        """Copies this process's shards of arrays with elements, which may then be donated, and starts to write."""
-        # A handler with one transaction for all arrays, which orbax has without a limit on bytes in flight.
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
-        unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
-        self._handler = ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
-        self._folder = folder
-        save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
-        args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
-
-        async def save() -> list[orbax_future.Future]:
-            return await self._handler.async_save(folder, args=args) or []
-
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop, as in a notebook
-            self._started = thread.submit(lambda: asyncio.run(save()))
-
-    def wait(self) -> None:
-        """Waits until this process has written its part, or has stopped after an error of orbax, which is raised."""
-        with contextlib.ExitStack() as stack:  # waits for all, and raises what one of them raises
-            for write in self._started.result():
-                stack.callback(write.result)
-
-    def finalize(self) -> None:
-        """Merges the indices of all processes; called by the first process when all have written."""
-        self._handler.finalize(self._folder)
-
-
-class _Arrays(ocp.type_handlers.ArrayHandler):
-    """Writes arrays without their shardings, so that orbax restores them as numpy arrays on any devices."""
-
-    def __init__(self) -> None:
-        super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
-
-    def typestr(self) -> str:
-        return "np.ndarray"
-
-
-def _chunk_bytes(x: Array) -> int:
-    """Returns the largest size of an array's chunks.
-
-    Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. A large prime factor would
-    make chunks far smaller than that: of one element, if the size is a prime number.
-    """
-    largest = 1
-    for number in x.sharding.shard_shape(x.shape):
-        factor = 2
-        while factor * factor <= number:
-            if number % factor:
-                factor += 1
-            else:
-                number //= factor
-        largest = max(largest, number)
-    return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * largest)
 
 
 def _wait_for_all() -> None:

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     for row in _rows(table["options"]):
         title = row.pop("group", "")
         if title not in groups:
-            is_choice = title == "one of"
+            is_choice = title == "one of"  # argparse has no title for such a group
             groups[title] = (
                 parser.add_mutually_exclusive_group(required=True) if is_choice else parser.add_argument_group(title)
             )
@@ -82,6 +82,7 @@ def _add_config(group: Any, row: dict[str, Any]) -> None:
             settings["type"] = reader(kind, **limits_of(destination))
         action = group.add_argument(*filter(None, names), **settings)
         if field.words:
+            # Choices are refused and completed, suggestions are completed alone.
             action.choices, action.suggested = None if field.is_open else field.words, field.words
 
 
@@ -92,7 +93,7 @@ class _AddEntry(argparse.Action):
         name, separator, value = values.partition("=")
         if not (name and separator and value):
             raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")
-        entries = getattr(namespace, self.dest) or {}
+        entries = getattr(namespace, self.dest) or {}  # copied below: it may be the default of the parser
         setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
 
 
@@ -100,7 +101,7 @@ def _add_own(group: Any, row: dict[str, Any]) -> None:
     """Adds an option or argument; what the row has beside the columns here are settings of `add_argument`."""
     name, text, kind = row.pop("name"), row.pop("help", ""), row.pop("type", "")
     instead_of = row.pop("instead_of", ())
-    if kind == "path":
+    if kind == "path":  # completion offers files for what has a place
         row.setdefault("metavar", "FILE")
     if kind:
         limits = limits_of(name.lstrip("-").replace("-", "_"))

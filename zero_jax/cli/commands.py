@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         name = options.parser.prog
         status = options.run(options)
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, where a pipe that is gone is caught
     except MissingPackage as error:
         options.parser.error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, ended
@@ -127,7 +127,7 @@ def complete(options: argparse.Namespace) -> int:
 
     parser = build_parser()
     for action in _actions(parser):
-        action.choices = action.choices or getattr(action, "suggested", None)
+        action.choices = action.choices or getattr(action, "suggested", None)  # nothing is parsed with this parser
         if is_path(action):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, options.shell))

@@ -59,6 +59,7 @@ def _text_of(module: str, name: str) -> str | None:
     value = _assignments(module).get(name)
     if value is not None:
         return ast.unparse(value)
+    # Else it is imported, of zero_jax's own modules alone: others have no words.
     for node in _source(module).body:
         source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
         if source.startswith("zero_jax.") and name in [alias.name for alias in node.names]:  # type: ignore[union-attr]
@@ -79,7 +80,7 @@ def option_fields(config: str) -> dict[str, OptionField]:
         name = line.target.id
         kind = read_kind(ast.unparse(line.annotation), functools.partial(_text_of, module))
         if kind.base is not None and not {name, f"{config}.{name}"} & _NOT_OPTIONS:
-            field, default = f"{config}.{name}", ast.literal_eval(line.value)
+            field, default = f"{config}.{name}", ast.literal_eval(line.value)  # so defaults have to be literals
             table, suggested = CONFIGS["words"].get(field, ""), CONFIGS["suggested"].get(field, "").split()
             words = suggested or kind.words or (keys_of(*table.split()) if table else ())
             fields[name] = OptionField(
@@ -95,6 +96,7 @@ def option_fields(config: str) -> dict[str, OptionField]:
 def defaults_of(config: str) -> dict[str, Any]:
     """Returns the defaults of a config's fields, as a part of `TrainConfig` with what that changes of them."""
     defaults = {name: field.default for name, field in option_fields(config).items()}
+    # Such as `data: DataConfig = DataConfig(...)`.
     for line in _class_of("TrainConfig").body:
         call = line.value if isinstance(line, ast.AnnAssign) else None
         if isinstance(call, ast.Call) and ast.unparse(call.func) == config:

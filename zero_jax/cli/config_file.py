@@ -14,7 +14,7 @@ from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.text_tables import printable, quoted
 
-_MAX_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16  # of a file that a person writes: anything larger is something else, such as a checkpoint
 
 
 def read_file(path: str | pathlib.Path) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any
 
 def format_config(sections: Mapping[str, Mapping[str, Any]], *, title: str) -> str:
     """Returns the text of a config file; None is written as "none"."""
+    # The title names files, and a line break in a name would begin a line of TOML.
     lines = [f"# {''.join(x if x.isprintable() else '?' for x in line)}".rstrip() for line in title.splitlines()]
     for section, entries in sections.items():
         lines += ["", f"[{section}]"]

@@ -47,7 +47,7 @@ def tokenize(options: argparse.Namespace) -> int:
     """Runs `zero-jax tokenize`."""
     try:
         result = _make(options, data.DataConfig(**field_values(data.DataConfig, options)))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # tokenizers and folders appear in one move
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
     print_result(options, result)

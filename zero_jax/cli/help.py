@@ -1,6 +1,7 @@
 """The help of the commands: the usual options with examples, or all of them (`--help all`)."""
 
 import argparse
+import copy
 import importlib.resources
 import re
 import string
@@ -8,8 +9,6 @@ import textwrap
 import tomllib
 from collections.abc import Collection
 from typing import Any
-
-from zero_jax.core.text_tables import aligned
 
 
 def _read_table() -> dict[str, Any]:
@@ -56,18 +55,21 @@ def help_text(parser: argparse.ArgumentParser, *, everything: bool) -> str:
     if everything or not usual:
         return f"{parser.format_help()}{shown}"
     by_name = {name: action for action in parser._actions for name in action.option_strings}
-    rows = [(f"  {head}", f"{text}{_default(by_name[name], text)}") for name, (head, text) in usual.items()]
     num_more = len([action for action in parser._actions if action.option_strings]) - len(usual)
-    usage = parser.format_usage().strip()
+    formatter = parser.formatter_class(prog=parser.prog)
+    formatter.add_text(parser.description)
+    formatter.start_section("the usual options")
+    for name, (head, text) in usual.items():
+        # argparse lays the line out for the terminal's width; it formats a help by `%`.
+        action = copy.copy(by_name[name])
+        action.option_strings, action.metavar = [name], head.removeprefix(name).strip()
+        is_shown = action.default not in (None, argparse.SUPPRESS, False) and "instead" not in text
+        default = f" ({shown_value(action.default)})" if is_shown else ""
+        action.help = f"{text}{default}".replace("%", "%%")
+        formatter.add_argument(action)
+    formatter.end_section()
     more = f"`{parser.prog} --help all` has {num_more} more options."
-    parser_help = parser.formatter_class(prog=parser.prog)
-    parser_help.add_text(parser.description)
-    return f"{usage}\n\n{parser_help.format_help()}{shown}\nthe usual options:\n{aligned(rows)}\n\n{more}"
-
-
-def _default(action: argparse.Action, text: str) -> str:
-    is_shown = action.default not in (None, argparse.SUPPRESS, False) and "instead" not in text
-    return f" ({shown_value(action.default)})" if is_shown else ""
+    return f"{parser.format_usage()}\n{formatter.format_help()}{shown}\n{more}"
 
 
 def shown_value(value: Any) -> str:

@@ -20,6 +20,7 @@ def launch_command(options: argparse.Namespace) -> int:
     command = command_line(options.command, options.known)
     if config.min_processes is not None and options.command[1] == "train":
         train = options.known["train"]
+        # As the processes will read it, config file included.
         if read_config(with_config_file(lambda: train.parse_args(options.command[2:]))).resume != "auto":
             raise ValueError(
                 "--min-processes starts `train` again, which begins anew each time: add `--resume auto` to it"

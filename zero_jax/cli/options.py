@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
         """Refuses unknown options here, where the command's own options are known."""
         self.with_options()
         parsed, unknown = super().parse_known_args(args, namespace)
+        # argparse does not tell a value that was given from the same default.
         names = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
         dests = {action.dest for action in self._actions if names & set(action.option_strings)}
         setattr(parsed, _EXPLICIT, explicit(parsed) | dests)
@@ -126,7 +127,7 @@ def from_file(options: argparse.Namespace) -> frozenset[str]:
 def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
     """Raises `ValueError` with a reason if the command line has one of these options (names with dashes)."""
     fields = {destination.split(".")[-1] for destination in explicit(options)}
-    refused = [name for name in names if name[2:].replace("-", "_") in fields]
+    refused = [name for name in dict.fromkeys(names) if name[2:].replace("-", "_") in fields]
     if refused:
         raise ValueError(f"{' and '.join(refused)}: {reason}")
 
@@ -263,6 +264,7 @@ def _check_path(value: str, place: PathPlace) -> None:
 
 def print_result(options: argparse.Namespace, result: Any, record: Any = None) -> None:
     """Prints a result, with `--json` its record, or itself, as a JSON object."""
+    # `plain` has None for numbers that are not finite: NaN is no JSON.
     shown = json.dumps(plain(result if record is None else record)) if options.json else printable_lines(result)
     print(shown)
 

@@ -1,7 +1,6 @@
 """The commands `zero-jax plan`, `memory` and `comms`: memory, traffic and time of a train step without its hardware."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -17,15 +16,12 @@ import optax
 
 from zero_jax import planning
 from zero_jax.analysis import comms, figures, memory, paper, trace_loss
-from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.adapters import LoraConfig
 from zero_jax.cli.models.planned import PlannedModel, other_activations, planned_model, small_model
-from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_function
+from zero_jax.cli.models.presets import loss_function
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of, print_result, refuse
-from zero_jax.cli.run_config import read_config, set_sections
+from zero_jax.cli.run_config import check_plan_file, read_config, write_plan
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axis_size, make_mesh
@@ -39,11 +35,7 @@ _STEPS = 10_000  # of the optimizer's schedule, whose length is not part of the 
 _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
-# The fields that a plan decides on, which its config file always has.
-_PLANNED_FIELDS = "stage num_microbatches remat attention overlap secondary keep_gathered offload"
-_PLANNED = {f"ZeroConfig.{name}" for name in _PLANNED_FIELDS.split()}
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
-_TITLE = "planned for"  # what the title of a written config begins with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +214,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """Runs `zero-jax plan`."""
     if options.write_config:
         # Before the minutes that compiling takes.
-        _check_write_config(pathlib.Path(options.write_config))
+        check_plan_file(pathlib.Path(options.write_config))
     request = read_request(options)
     if options.verify and (options.auto or options.layouts):
         refuse(options, ("--verify",), reason="it runs one step: leave out --auto and --layouts, or plan their choice")
@@ -234,6 +226,7 @@ def run_plan(options: argparse.Namespace) -> int:
         refuse(options, ("--max-compiles", "--host-memory-bytes"), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
+        refuse(options, ("--tokens",), reason="it is for one plan: leave out --layouts")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
     if options.write_config and request.model.config is None:
         raise ValueError(
@@ -251,7 +244,7 @@ def run_plan(options: argparse.Namespace) -> int:
     print_result(options, text, record and {**record, "verification": verified})
     if options.write_config:  # with the budget of what its blocks keep
         budget = {"remat": report.values.policy_name} if report.values else {}
-        _write_config(options, request, report, zero=dataclasses.replace(request.zero, **budget))
+        write_plan(options, report, request.model.config, zero=dataclasses.replace(request.zero, **budget))
     return 0 if report.fits and (verified is None or verified.ok) else 1
 
 
@@ -295,7 +288,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     print_result(options, result)
     if options.write_config and result.best and result.config and result.ranking.best:
         chosen = others.get(result.ranking.best.loss)
-        _write_config(options, request, result.best, zero=result.config, activations=chosen)
+        write_plan(options, result.best, model.config, zero=result.config, activations=chosen)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
     return 130 if result.ranking.was_stopped else 0 if result.ranking.best else 1
@@ -314,44 +307,6 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
         return None, None
     # The specs of the largest size serve all sizes: they say whether the vocabulary is sharded.
     return tuple(admitted), specs
-
-
-def _check_write_config(path: pathlib.Path) -> None:
-    """Raises `ValueError` for a file that cannot be written, or that would be lost: one that no plan has written."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--write-config {path}: there is no such folder, make it first")
-    if not path.exists():
-        return
-    begins = f"# {_TITLE}".encode()
-    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
-        if file.read(len(begins)) == begins:
-            return
-    raise ValueError(
-        f"--write-config {path} exists, and `zero-jax plan` did not write it: give another name, or remove it"
-    )
-
-
-def _write_config(
-    options: argparse.Namespace,
-    request: Request,
-    report: planning.PlanReport,
-    *,
-    zero: ZeroConfig,
-    activations: ActivationConfig | None = None,
-) -> None:
-    """Writes a config for `zero-jax train` of what was planned; `activations` are those of a search."""
-    planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
-    planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
-    if activations is not None:
-        planned |= {f"ActivationConfig.{name}": value for name, value in dataclasses.asdict(activations).items()}
-    sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
-    run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
-    run["TrainConfig.batch_size"] = report.batch_size
-    options = argparse.Namespace(**{**vars(options), **planned, **run, "TrainConfig.devices": None})
-    sections = set_sections(options, keep=_PLANNED | run.keys())
-    sections = {"model": full_model(options, request.model.config), **sections}
-    write_file(options.write_config, sections, title=f"{_TITLE} {report.topology} by zero-jax plan")
-    log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
 
 @_guarded
@@ -406,15 +361,18 @@ def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
 
 def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     """Draws the paper's Figure 1 for this model and topology."""
-    records, bars = [], {}
+    records, bars, num_devices = [], {}, request.job(request.zero).mesh().size
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
-        estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
-        measured = None if report.memory is None else report.memory.by_group
-        records.append({"stage": stage, "fits": report.fits, "estimated": estimated.by_group, "measured": measured})
+        estimated = _memory_estimate(request, zero)
+        report = None if options.estimate else request.compile(zero, quick=True)
+        measured = report.memory.by_group if report and report.memory else None
+        fits = report and report.fits
+        records.append({"stage": stage, "fits": fits, "estimated": estimated.by_group, "measured": measured})
         bars[f"stage {stage}"] = {group.name: group.formula_bytes for group in estimated.groups}, measured
-    title = f"{request.model.name} on {request.config.topology}, N = {report.num_devices:,}"
-    figures.plot_memory(options.plot, bars, title=title, capacity_bytes=report.usable_bytes)
+    title = f"{request.model.name} on {request.config.topology}, N = {num_devices:,}"
+    usable_bytes = parse(request.config.topology).hardware.usable_bytes
+    figures.plot_memory(options.plot, bars, title=title, capacity_bytes=usable_bytes)
     log_line(f"drew {options.plot}")
     if options.json:
         print(json.dumps(records))

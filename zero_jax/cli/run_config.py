@@ -1,6 +1,7 @@
 """The options of `zero-jax train` as the config of a run, as a config file, and as `--show-config` shows them."""
 
 import argparse
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -17,17 +18,24 @@ from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.presets import experts_of, full_model, model_section
-from zero_jax.cli.options import explicit, field_values, from_file, option_of
+from zero_jax.cli.models.presets import ActivationConfig, experts_of, model_section
+from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
 from zero_jax.core.files.partial_folder import partial_folder
+from zero_jax.core.files.untrusted import open_regular
+from zero_jax.core.files.user_cache import has_mark
+from zero_jax.planning import PlanReport
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import CONFIG_TITLE, Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
+from zero_jax.transforms import resolve_remat
 
 # The fields that the rows of the paper's Table 3 set; precision keeps its own option.
 _PAPER_FIELDS = ("stage", "remat", "combine_bytes")
+# The fields that a plan decides on, which its config file always has, and what the title of that begins with.
+_PLANNED_FIELDS = "stage num_microbatches remat attention overlap secondary keep_gathered offload"
+_PLANNED, _PLAN_TITLE = {f"ZeroConfig.{name}" for name in _PLANNED_FIELDS.split()}, "planned for"
 _NUM_SIMULATED_DEVICES = 8
 _MAX_SIMULATED_DEVICES = 1024
 _HOW_LONG = ("steps", "epochs")
@@ -87,7 +95,7 @@ def save_options(run: Run, options: argparse.Namespace, *, log: Callable[[str], 
         sections["lora"] = field_values(SECTIONS["lora"], options)
     title = f"{CONFIG_TITLE}, for `zero-jax train --config` (zero_jax {zero_jax.__version__})"
     path = run.folder / "config.toml"
-    if path.exists() and not path.read_bytes().startswith(f"# {CONFIG_TITLE}".encode()):  # a file of the user's
+    if path.exists() and not has_mark(path, f"# {CONFIG_TITLE}".encode()):  # a file of the user's
         names = (path.with_name(f"config-{i}.toml") for i in itertools.count(1))
         kept = next(name for name in names if not name.exists())
         log(f"{path} was not written by a run: it is {kept.name} now, and config.toml has the options of this run")
@@ -103,10 +111,48 @@ def _keep_companions(folder: str, run: pathlib.Path) -> None:
     if target.exists():  # of a run that is resumed
         return
     source = open_hf(folder)
-    with partial_folder(target) as partial:
+    with partial_folder(target) as partial:  # a run that is killed here has all of them or none
         copy_companions(folder, partial)
         write_config(partial, source.hf_config, source.dtypes)
         partial.rename(target)
+
+
+def check_plan_file(path: pathlib.Path) -> None:
+    """Raises `ValueError` for a file that cannot be written, or that would be lost: one that no plan has written."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--write-config {path}: there is no such folder, make it first")
+    if not path.exists():
+        return
+    begins = f"# {_PLAN_TITLE}".encode()
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+        if file.read(len(begins)) == begins:
+            return
+    raise ValueError(
+        f"--write-config {path} exists, and `zero-jax plan` did not write it: give another name, or remove it"
+    )
+
+
+def write_plan(
+    options: argparse.Namespace,
+    report: PlanReport,
+    model: Any,
+    *,
+    zero: ZeroConfig,
+    activations: ActivationConfig | None = None,
+) -> None:
+    """Writes a config for `zero-jax train` of what was planned; `activations` are those of a search."""
+    planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
+    planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
+    if activations is not None:
+        planned |= {f"ActivationConfig.{name}": value for name, value in dataclasses.asdict(activations).items()}
+    sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
+    run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
+    run["TrainConfig.batch_size"] = report.batch_size
+    options = argparse.Namespace(**{**vars(options), **planned, **run, "TrainConfig.devices": None})
+    sections = set_sections(options, keep=_PLANNED | run.keys())
+    sections = {"model": model_section(options, model), **sections}
+    write_file(options.write_config, sections, title=f"{_PLAN_TITLE} {report.topology} by zero-jax plan")
+    log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
 
 def resolved_sections(config: TrainConfig, model: Model | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +170,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     sections: dict[str, Any] = {}
     for section, config_class in SECTIONS.items():
         if section == "model" and model is not None:
-            sections[section] = full_model(options, model.config)
+            sections[section] = model_section(options, model.config)
         elif section not in left_out:
             values = used.get(section) or field_values(config_class, options)
             values = values if isinstance(values, dict) else vars(values)
@@ -152,6 +198,7 @@ def choose_platform(num_devices: int | None) -> None:
             )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
     if jax.config.values["jax_platforms"] == "cpu":
+        # Simulated devices take turns on few cores, and XLA ends a program whose devices wait for one another for long.
         os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
         num_simulated = max(_NUM_SIMULATED_DEVICES, jax.config.values["jax_num_cpu_devices"])
         # Before the devices are made, when XLA:CPU reads it.

@@ -10,10 +10,11 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.checkpoint import describe, export, find_restorable, parse_size, restore
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.models.adapters import LoraConfig, choose_lora, export_adapters, merged_params
 from zero_jax.cli.models.own import import_own_model, read_own_model
 from zero_jax.cli.models.presets import hub_data, init_function, model_name, preset_config, preset_model
-from zero_jax.cli.options import field_values, log_line, print_result, refuse, with_config_file
+from zero_jax.cli.options import field_values, log_line, option_of, print_result, refuse, with_config_file
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import aligned, format_count
@@ -25,7 +26,7 @@ from zero_jax.models.huggingface import hf_config, tensor_names
 from zero_jax.pretrained import TensorName, export_hf, open_hf, run_companions, save_tensors
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig
+from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig, is_run_config
 from zero_jax.trainer import evaluate as evaluate_params
 from zero_jax.training import ZeroConfig, make_placement
 
@@ -98,9 +99,11 @@ def inspect(options: argparse.Namespace) -> int:
             raise ValueError("--step and --verify are of a checkpoint: leave them out")
         print_result(options, model_leaves(options))
         return 0
+    of_model = [option_of(name) for name in option_fields("LoraConfig")]
+    refuse(options, of_model, reason="that is of a model: give --model or --from-hf instead of PATH, or leave it out")
     description = describe(options.path, step=options.step, verify_leaves=options.verify)
     print_result(options, description)
-    return 1 if description.problems else 0
+    return 1 if description.problems else 0  # so that a script sees damage
 
 
 def export_params(options: argparse.Namespace) -> int:
@@ -204,10 +207,16 @@ def _find(options: argparse.Namespace, *more: str) -> _Source:
     if file is not None:
         run = read_run_options(file, options.known["train"], *more)
         return _Source(run=run, path=options.path, is_run=True, step=options.step)
-    if not (user_path(options.path) / "config.json").is_file():
+    config = user_path(options.path) / "config.json"
+    if not config.is_file():
         raise ValueError(
             f"{options.path} is neither a run (a folder with config.toml, its checkpoints, or one of them) nor a "
             "checkpoint of the hub (a folder with config.json and *.safetensors): give one of these"
+        )
+    if is_run_config(config):
+        raise ValueError(
+            f"{options.path} is a run that zero.Trainer made in Python, with a model that is not known here: go on in "
+            "Python (zero.restore, zero.trainer.evaluate), or write its params by `zero-jax export`"
         )
     if options.step is not None:
         raise ValueError(
@@ -232,7 +241,7 @@ def sample(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.path} is a run of a model of your own: samples are for the presets and the hub's")
     shape, run = preset_config(source.run), read_config(source.run)
     tokenizer = load_tokenizer(source.data(shape.vocab_size, options.tokenizer).tokenizer)
-    mesh, zero = _on_all_devices(run)
+    mesh, zero = _on_all_devices(run)  # after the options are checked: it takes the accelerators
     model = preset_model(source.run, has_checkpoint=source.is_run)
     assert model.generate_fn is not None
     sampler = Sampler(
@@ -262,6 +271,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if own is not None:
         if changed:
             raise ValueError("--data and its like are of text: a model of your own is evaluated on its --validation")
+        refuse(options, ("--batch-size",), reason="the --validation of a model of your own has batches of its own")
         model: Model | OwnModel = import_own_model(own)
     else:
         model = preset_model(source.run, has_checkpoint=source.is_run)

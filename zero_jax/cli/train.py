@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from zero_jax.cli.config_file import format_config
 from zero_jax.cli.models.adapters import adapted_model, refuse_lora
@@ -23,7 +23,7 @@ from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import plain, printable_lines
 from zero_jax.planning import ModelError, explain
-from zero_jax.trainer import ResumeError, RunRecords, discarding, execute, hold, plot_runs, prepare, read_run
+from zero_jax.trainer import ResumeError, discarding, execute, hold, plot_runs, prepare, read_run
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -119,18 +119,13 @@ def _refused_status(error: Exception, *, is_begun: bool) -> int | None:
     return 1 if is_ours else None
 
 
-def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
-    """Returns the runs, those with the same name under their paths."""
-    counts = collections.Counter(run.name for run in runs)
-    pairs = zip(paths, runs, strict=True)
-    return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
-
-
 def plot(options: argparse.Namespace) -> int:
     """Runs `zero-jax plot`."""
     try:
-        runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
-        plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
+        runs = [(path, read_run(path)) for path in options.runs]
+        counts = collections.Counter(run.name for _, run in runs)  # those of the same name go by their paths
+        named = [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in runs]
+        plot_runs(options.out, named, metric=options.metric, x=options.x, title=options.title)
     except OSError as error:
         raise ValueError(f"cannot draw {options.out!r}: {with_remedy(error)}") from error
     print(printable_lines(f"drew {options.out}"))

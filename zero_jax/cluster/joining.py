@@ -145,7 +145,7 @@ def _of_launcher(environment: Mapping[str, str]) -> Place | None:
         missing = ", ".join(name for name in _LAUNCHER if name not in present)
         raise ValueError(f"{', '.join(present)} set, but not {missing}: set all three, or none to run one process")
     count, index, address = (environment[name] for name in _LAUNCHER)
-    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+    if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
         raise ValueError(f"{PROCESS_ID}={index} of {NUM_PROCESSES}={count}: count the processes from 0 to one less")
     port = re.fullmatch(r".+:([0-9]{1,5})", address)
     if not port or not 1 <= int(port[1]) <= 65_535:

@@ -14,6 +14,7 @@ _GLOO_PIECE = re.compile(
 )
 _GLOO_REST = re.compile(r"[\s\d]*")
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |^\*\*\* Check failure stack trace|^=== Source Location|^external/xla|^\s*$")
+_MAX_CHARACTERS = 1 << 16  # of a line: a progress bar is one that may take days to end
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 
@@ -36,7 +37,7 @@ class Merger:
         if self._has_color:
             prefix = f"\x1b[{_COLORS[index % len(_COLORS)]}m{prefix}\x1b[0m"
         with stream:
-            for text in stream:
+            for text in iter(lambda: stream.readline(_MAX_CHARACTERS), ""):
                 line = text.rstrip("\r\n").rpartition("\r")[2]  # the last state of a progress bar
                 if _GLOO_SIGN.search(line):
                     is_gloo = True

@@ -14,11 +14,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from etils import epath
+
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import parse_json, read_file, text
 
 EXIT_CODE = 76
+_MAX_HEARTBEAT_BYTES = 2**16
 
 # Phases that may take longer than others: how many times the usual allowance.
 ALLOWANCES: Mapping[str, float] = {"start": 10, "compile": 10, "save": 3, "restore": 10}
@@ -209,18 +213,19 @@ class Watchdog:
 def process_place(folder: pathlib.Path, process_index: int) -> ProcessPlace:
     """Returns the last known state of a process, by its heartbeat file."""
     try:
-        heartbeat = json.loads((folder / f"process-{process_index}.json").read_text(encoding="utf-8"))
+        file = epath.Path(folder / f"process-{process_index}.json")
+        heartbeat = parse_json(read_file(file, limit_bytes=_MAX_HEARTBEAT_BYTES))
         now = time.time()
         silent = max(0.0, now - heartbeat["alive_time"])
         return ProcessPlace(
             process_index=process_index,
-            phase=heartbeat["phase"],
+            phase=text(heartbeat["phase"]),
             step=heartbeat["step"],
             age_seconds=max(0.0, now - heartbeat["beat_time"]),
             silent_seconds=silent,
             is_silent=heartbeat["phase"] != "ended" and silent > 1 + 3 * heartbeat["every_seconds"],
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ProcessPlace(process_index=process_index, phase=None)
 
 

@@ -44,6 +44,12 @@ def check_callable(what: str, function: Any, *, remedy: str) -> None:
         raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
 
 
+def check_is(what: str, value: Any, kinds: Any, *, remedy: str) -> None:
+    """Raises `ValueError` for a value that is of none of some classes, or their union."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{what}={shown(value)}: {remedy}")
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Returns `file:line (name)` of a function, or its name alone if it is not written in Python."""
     inner: Any = function
@@ -122,6 +128,11 @@ def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: _are(is_right)(value) and len(value) > 0
 
 
+def _is_path(value: Any) -> bool:
+    # An empty text, as of a variable that is not set, would be the current folder.
+    return isinstance(value, str | os.PathLike) and os.fspath(value) != "" and "\0" not in os.fsdecode(value)
+
+
 _AXES = "give names of the mesh's axes, such as ('model',)"
 # Classes of the packages above are told by their attributes: `core` imports none of them.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -134,16 +145,14 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _optional(_is(str, os.PathLike)),
         "give a folder, 'default' for the user's cache folder, or None for none",
     ),
+    **dict.fromkeys(("callbacks", "trackers"), (_are(lambda _: True), "give a list")),
     "compiler_options": (_optional(_is(Mapping)), "give a dict of compiler options, or None"),
     "config": (_has("stage", "num_microbatches", "axes_of"), "give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)"),
     "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
     "field": (_is(str), "give the name of a field of the optimizer's state, such as 'nu'"),
-    "folder": (
-        lambda value: isinstance(value, str | os.PathLike) and "\0" not in os.fsdecode(value),
-        "give the path of a folder",
-    ),
+    **dict.fromkeys(("folder", "out"), (_is_path, "give the path of a folder")),
     "host_memory_bytes": (
         _optional(_is_count(1)),
         "give the bytes of a host's memory for each of its devices, or None",
@@ -152,7 +161,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("keep_gathered", "own_process", "quick", "weighted"), (_is(bool), "give True or False")),
     "num_steps": (_is_count(1), "give the number of steps, 1 or more"),
     "step": (_optional(_is_count(0)), "give the number of a step, as 100, or None for the newest"),
-    "seed": (_is_count(0), "give a whole number, 0 or more"),
+    **dict.fromkeys(
+        ("num_batches", "position", "prefetch_batches", "seed"), (_is_count(0), "give a whole number, 0 or more")
+    ),
+    "batch_size": (_is_count(1), "give a number of examples, at least 1"),
+    "sharding": (_has("addressable_devices_indices_map", "spec"), "give the NamedSharding of a batch"),
     "tolerance": (_optional(_is_seconds), "give a relative difference, such as 1e-4, or None"),
     "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),
     "layouts": (_optional(_are(_are(_is_count(1)))), "give sizes of mesh axes, such as [(4,), (2, 2)]"),
@@ -163,7 +176,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lora": (_has("rules", "rank", "trained"), "give a zero.Lora, as zero.Lora(rules={'.*/query': 'sio'})"),
     "log": (callable, "give a function of a line, such as print"),
     "max_compiles": (_is_count(0), "give how many settings to compile, 0 for none"),
-    "max_file_bytes": (_is_count(1), "give a number of bytes"),
+    **dict.fromkeys(("max_file_bytes", "max_shard_bytes"), (_is_count(1), "give a number of bytes")),
     "max_hoisted_bytes": (_is_count(0), "give a number of bytes"),
     "max_num_microbatches": (_is_count(1), "give at least 1"),
     "loss_fn": (_are_losses, "it is no function: give a loss function, or several by name"),
@@ -191,7 +204,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "batch_sizes": (_optional(_some(_is_count(1))), "give numbers of examples, such as (32, 64)"),
     "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),
     "seq_len": (_optional(_is_count(1)), "give a number of tokens, at least 1, or None"),
-    "specs": (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
+    **dict.fromkeys(
+        ("param_specs", "specs"),
+        (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
+    ),
     "stages": (_some(_is_count(0)), "give stages to try, such as (2, 3)"),
     "targets": (_some(_is(str)), "give names of modules, such as 'q_proj,v_proj', or 'all-linear'"),
     "temporaries": (_optional(callable), "give a function of a setting that returns bytes, or None"),

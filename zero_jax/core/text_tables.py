@@ -123,6 +123,11 @@ def format_count(number: int) -> str:
     return str(number)
 
 
+def format_figure(x: float, *, decimals: int) -> str:
+    """Formats a number with some decimals, such as `2.718`, or where these would lose its digits, `0.00123`."""
+    return f"{x:.{decimals}f}" if abs(x) >= 0.1 else f"{x:.3g}"
+
+
 def format_bytes(num_bytes: float, *, decimals: int = 2) -> str:
     """Returns a number of bytes in the largest unit that gives at least 1, such as `1.50 GB` or `12 bytes`."""
     for unit, scale in _UNITS:

@@ -101,7 +101,9 @@ def traceable_init(init_fn: Any) -> Callable[[jax.Array], PyTree]:
     def like(x: Any) -> Any:
         if not hasattr(x, "dtype"):
             return x
-        return jax.random.split(jax.random.key(0), x.shape) if is_key(x) else jnp.zeros(x.shape, x.dtype)
+        # The shapes that `key_data` has depend on the implementation, and `ShapeDtypeStruct` has no public name of it.
+        key = jax.random.key(0, impl=x.dtype._impl.name) if is_key(x) else None
+        return jnp.zeros(x.shape, x.dtype) if key is None else jax.random.split(key, x.shape)
 
     return function_of_key(init_fn) or (lambda key: jax.tree.map(like, init_fn))
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.extras import extra
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, is_key
 from zero_jax.data.parts import NO_ROW, Dataset, Part
 from zero_jax.data.stream import LaneRows, Stream
@@ -58,6 +59,8 @@ class _Share:
 
 
 def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_documents: bool) -> _Share:
+    # Before JAX is asked: its cache would take 8.0 for 8, and give fractions for every batch of that size after it.
+    check_arguments(batch_size=batch_size, seq_len=seq_len, sharding=sharding)
     shape = (batch_size, seq_len)
     try:
         indices = sharding.addressable_devices_indices_map(shape)
@@ -149,6 +152,7 @@ def stream_batches(
     Raises:
       ValueError: states of another form; while iterating, the stream cannot be read.
     """
+    check_arguments(seed=seed, position=position, prefetch_batches=prefetch_batches)
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
     # More lanes than rows would leave some without a row of a batch.
     num_lanes = len(states) if states else min(jax.process_count(), batch_size)
@@ -186,13 +190,13 @@ def train_batches(
       separate_documents: whether batches have `segments`, the document of each token.
 
     Raises:
-      ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
+      ValueError: the batch does not divide over the devices, a number is out of its range; while iterating, the file of
+        the tokens changed.
     """
     with extra("train"):
         import grain
 
-    if batch_size < 1 or position < 0:
-        raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
+    check_arguments(seed=seed, position=position, prefetch_batches=prefetch_batches)
     part = dataset.train
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
     # Grain's seeds have 32 bits, and consecutive ones share the orders of epochs.
@@ -243,6 +247,7 @@ def validation_batches(
     Raises:
       ValueError: the batch does not divide over the devices.
     """
+    check_arguments(num_batches=num_batches)
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
     available, requested = dataset.validation.num_rows(seq_len=seq_len), num_batches * batch_size
     rows = np.linspace(0, available - 1, min(available, requested)).astype(np.int64)

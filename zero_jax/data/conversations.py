@@ -139,10 +139,10 @@ class _Reader(contextlib.ExitStack):
     def tokenized(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a conversation, and which are of learned answers or their ends; raises `ValueError`."""
         if "messages" in record:
-            self._count(record, ("messages", "tools"))
+            self.num_unused.update(map(quoted, record.keys() - {"messages", "tools"}))
             return self._of_messages(record, where)
         if "prompt" in record or "completion" in record:
-            self._count(record, _PROMPT)
+            self.num_unused.update(map(quoted, record.keys() - {*_PROMPT}))
             prompt, completion = (string(record, name, where) for name in _PROMPT)
             turns = [Turn(prompt, is_answer=False), Turn(completion, is_answer=True, ends=True)]
             return _of_pieces(turns, self._tokenizer)
@@ -175,9 +175,6 @@ class _Reader(contextlib.ExitStack):
                 )
         assert isinstance(self._tokenizer, JsonTokenizer)
         return _of_rendered(turns, self._tokenizer)
-
-    def _count(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
-        self.num_unused.update(quoted(name) for name in record if name not in used)
 
     def _count_names(self, places: Iterable[tuple[int, str]]) -> None:
         self.num_unused.update(f"{name!r} of messages" for _, name in places)

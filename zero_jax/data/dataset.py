@@ -9,6 +9,7 @@ import numpy as np
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import load_conversations
@@ -112,6 +113,7 @@ def load_dataset(
       ValueError: there is no such path, a file cannot be read (with its name, and line or row), the tokens were made
         with another tokenizer, or there are too few for a row.
     """
+    check_arguments(seq_len=seq_len)
     folder, fraction = user_path(config.data), 1.0 if held_out else config.validation_fraction
 
     def chosen(own: str = "bytes") -> Tokenizer:

@@ -1,6 +1,5 @@
 """Reads documents from text files, JSON Lines and Parquet, in pieces of some kilobytes."""
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from zero_jax.core.extras import pip_install
 from zero_jax.core.text_tables import is_unicode, printable, quoted
-from zero_jax.data.sources import Source, SourceFile
+from zero_jax.data.sources import Source, SourceFile, read_rows
 
 _T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
@@ -61,16 +60,11 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
       >>> "".join(piece.text for piece in zero.data.read_text(source, text_field="text"))
       'one text'
     """
-    if source.table is not None:
-        return _read_rows(source, text_field)
-    read = _READERS[source.format]
+    if source.format == "jsonl":
+        records = _records(source, text_field)
+        return (record_text(record, text_field, where, num_replaced) for where, record, num_replaced in records)
+    read = {"text": _read_file, "parquet": _read_parquet}[source.format]
     return of_each_file(source, lambda file: read(file, text_field))
-
-
-def _read_rows(source: Source, text_field: str) -> Iterator[Piece]:
-    table = source.table
-    table = table.select_columns([text_field]) if text_field in table.column_names else table  # others may be pictures
-    return (record_text(row, text_field, f"row {i} of {source.name}") for i, row in enumerate(table, 1))
 
 
 def record_text(record: Mapping[str, Any], text_field: str, where: str, num_replaced: int = 0) -> Piece:
@@ -135,24 +129,26 @@ def _decode(raw: bytes, *, ends: bool = True) -> Piece:
     return Piece(text=text, ends=ends, num_replaced=text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode()))
 
 
-def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
-    for where, record, num_replaced in _records(file):
-        yield record_text(record, text_field, where, num_replaced)
-
-
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`."""
-    if source.table is not None:
-        yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
-        return
-    for where, record, num_replaced in of_each_file(source, _records):
+    for where, record, num_replaced in _records(source):
         if num_replaced:
             raise ValueError(f"{where} is not in UTF-8: mend or remove the line")
         yield where, record
 
 
-def _records(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """Reads the objects of a file, each with its place and the number of replacements for invalid Unicode."""
+def _records(source: Source, field: str | None = None) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Reads lines or rows, each with its place and the number of replacements for invalid Unicode."""
+    if (table := source.table) is None:
+        yield from of_each_file(source, _read_json_lines)
+        return
+    # Other columns may be pictures.
+    table = table.select_columns([field]) if field in table.column_names else table
+    for i, row in enumerate(read_rows(table, source.name), 1):
+        yield f"row {i} of {source.name}", row, 0
+
+
+def _read_json_lines(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     is_zipped = file.path.name.lower().endswith(".gz")
     with gzip.open(file.path) if is_zipped else file.path.open("rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
@@ -186,9 +182,8 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
         command = pip_install("zero-jax[parquet]")
         raise ValueError(f"{file} is Parquet, which needs pyarrow: {command}") from error
     row = 0
-    with contextlib.ExitStack() as stack:
-        try:
-            table = stack.enter_context(pyarrow.parquet.ParquetFile(file.path))
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
             _check_column(table.schema_arrow, text_field, file)
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                 # As bytes: a column of strings may hold invalid UTF-8, which pyarrow would raise for.
@@ -197,8 +192,8 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
                     if raw is None:
                         raise ValueError(f"row {row} of {file}: column {text_field!r} is null: fill or remove the row")
                     yield _decode(raw)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"cannot read {file} as Parquet ({error}): write it again") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {file} as Parquet ({error}): write it again") from error
 
 
 def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
@@ -216,10 +211,3 @@ def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
         raise ValueError(
             f"{file}: column {text_field!r} holds {printable(kind)}, not strings: choose another --text-field"
         )
-
-
-_READERS: Mapping[str, Callable[[SourceFile, str], Iterator[Piece]]] = {
-    "text": _read_file,
-    "jsonl": _read_json_lines,
-    "parquet": _read_parquet,
-}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import os
 import pathlib
 import re
+import stat
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from zero_jax.core.extras import extra
@@ -87,6 +89,9 @@ class Source:
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
         for file in self.files:
             digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
+            beside = offsets_beside(file.path)
+            if self.format == "tokens" and beside.is_file():
+                digest.update(repr(source_file(beside)).encode())
         if self.table is not None:
             digest.update(repr((self.name, self.table._fingerprint)).encode())
         return digest.hexdigest()[:24]
@@ -130,11 +135,11 @@ def _find_files(data: str, format: Format) -> Source:
     root = user_path(data)
     if root.is_file():
         return _source(str(root), root.parent, [root], _choose([root], format, root))
-    if root.is_dir():
-        files = (path for path in root.rglob("*") if path.is_file())
-        paths = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    else:
-        paths = [path for path in map(pathlib.Path, glob.glob(str(root), recursive=True)) if path.is_file()]
+    is_folder = root.is_dir()
+    paths = [*_files_below(root)] if is_folder else [*map(pathlib.Path, glob.glob(str(root), recursive=True))]
+    # Not `is_file`, by which a link to nothing would be left out without a word.
+    paths = [path for path in paths if stat.S_ISREG(path.stat().st_mode)]
+    if not is_folder:
         root = pathlib.Path()
         if not paths:
             raise ValueError(
@@ -145,11 +150,33 @@ def _find_files(data: str, format: Format) -> Source:
     return _source(data, root, paths, _choose(paths, format, root))
 
 
+def _files_below(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields what is in a folder and those below it, hidden ones left out; raises `OSError` for one it cannot list."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = {os.path.realpath(root)}
+    for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        yield from (pathlib.Path(place, name) for name in names if not name.startswith("."))
+        below, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for name in below:
+            # Links may lead to a folder twice, or in a circle.
+            if (target := os.path.realpath(os.path.join(place, name))) not in seen:
+                seen.add(target)
+                folders.append(name)
+
+
 def source_file(path: pathlib.Path, *, root: pathlib.Path | None = None) -> SourceFile:
     """Returns a file with its present size and modification time, named relative to the folder `root`."""
     status = path.stat()
     inside = path.relative_to(root) if root and path.is_relative_to(root) else path
     return SourceFile(path=path, name=inside.as_posix(), size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def offsets_beside(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file with the offsets of the documents in a token file, which need not be there."""
+    return path.with_name(path.stem + _BESIDE_TOKENS)
 
 
 def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -> Format:
@@ -232,8 +259,22 @@ def open_hub(data: str, *, is_streamed: bool) -> Any:
         path = str(folder) if folder.is_dir() else name
         return datasets.load_dataset(path, subset, split=split or "train", streaming=is_streamed)
     except Exception as error:  # of any library that it reads with
-        why = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{data} cannot be read by `datasets` ({type(error).__name__}: {printable(why)}): give hf:NAME, or "
-            "hf:NAME:SUBSET@SPLIT, of the hub or of a folder"
-        ) from error
+        raise _unreadable(data, error, "give hf:NAME, or hf:NAME:SUBSET@SPLIT, of the hub or of a folder") from error
+
+
+def read_rows(table: Any, data: str) -> Iterator[Any]:
+    """Yields the rows of a data set that `open_hub` opened; raises `ValueError` where its library cannot go on."""
+    rows = iter(table)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # a connection that ends, a damaged file
+            raise _unreadable(data, error, "mend the file, or the connection, and run again") from error
+        yield row
+
+
+def _unreadable(data: str, error: Exception, remedy: str) -> ValueError:
+    why = printable((str(error).splitlines() or [""])[0])
+    return ValueError(f"{data} cannot be read by `datasets` ({type(error).__name__}: {why}): {remedy}")

@@ -18,7 +18,7 @@ import numpy as np
 from zero_jax.core.files.untrusted import mapping, text, whole_number
 from zero_jax.data.documents import record_text
 from zero_jax.data.parts import Dataset, TokenPart
-from zero_jax.data.sources import open_hub
+from zero_jax.data.sources import open_hub, read_rows
 from zero_jax.data.tokenizer import Tokenizer
 
 _BLOCK_TOKENS, _MOST_BLOCK_ROWS = 1 << 20, 512  # that are shuffled among each other, and read again by a resumed run
@@ -55,7 +55,7 @@ def open_stream(
     table = open_table()
     shape = (data, text_field, tokenizer.fingerprint, sorted(map(str, (table.features or {}).items())))
     wanted, documents, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
-    for number, record in enumerate(table, 1):
+    for number, record in enumerate(read_rows(table, data), 1):
         content = record_text(record, text_field, f"row {number} of {data}").text
         if content and _hash(content) < validation_fraction * _HASHES:
             documents.append(_tokens(content, tokenizer))
@@ -160,8 +160,8 @@ class Lane:
             table = split_dataset_by_node(stream.open_table(), rank=self._lane, world_size=self._num_lanes)
             if before is not None:
                 table.load_state_dict(json.loads(before))
-            has_any = before is not None
-            for record in table:
+            has_any = before is not None  # a place is before a document to train on
+            for record in read_rows(table, stream.name):
                 after = json.dumps(table.state_dict())
                 content = record_text(record, stream.text_field, f"a row of {stream.name}").text
                 if content and _hash(content) >= limit:

@@ -16,13 +16,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import brief, check_fields
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
-from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
+from zero_jax.finetuning.quantization import (
+    DEFAULT_BLOCK_SIZE,
+    QuantizedWeight,
+    built,
+    dequantize,
+    quantize,
+    quantized_dims,
+)
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
 from zero_jax.libraries import with_parameters
 from zero_jax.program.walk import as_it_is
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
@@ -154,19 +161,20 @@ class Lora:
             raise ValueError(f"leaf {target.path!r}, base={self.base!r}: {error}") from None
 
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
-        shape = {side: [n for n, x in zip(leaf.shape, target.labels, strict=True) if x == side] for side in "sio"}
         # By the path: the numbers do not depend on which other leaves are adapted.
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
+        shapes = target.adapter_dims(leaf.shape, self.rank, has_magnitude=self.dora)
+        ins = [i for i, label in enumerate(target.labels) if label == "i"]
         # `B` is 0, so that nothing is changed yet; `A` as a linear layer of PyTorch begins, as in the library PEFT.
-        bound, dtype = 1 / math.sqrt(math.prod(shape["i"])), wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        bound = 1 / math.sqrt(math.prod(leaf.shape[i] for i in ins))
+        dtype = wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
         adapter = {
-            "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), dtype, -bound, bound),
-            "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), dtype),
+            "a": jax.random.uniform(key, shapes["a"], dtype, -bound, bound),
+            "b": jnp.zeros(shapes["b"], dtype),
         }
         if self.dora:  # the norms of the weight as it is stored, which is the one that is used
             base = (dequantize(stored) if isinstance(stored, QuantizedWeight) else stored).astype(dtype)
-            ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
-            adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
+            adapter["magnitude"] = jnp.linalg.norm(base, axis=tuple(ins), keepdims=False)
         return adapter
 
     def param_specs(self, params: PyTree, specs: PyTree, *, mesh: Mesh) -> dict[str, PartitionSpec]:
@@ -184,6 +192,7 @@ class Lora:
           ValueError: specs that do not fit the params.
         """
         targets, trained = self.targets(params), self.trained(params)
+        # Of shapes: whether a leaf is quantized, and into which arrays, is decided in `init` alone.
         variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
         nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
         each = zip(leaf_names(params), jax.tree.leaves(params), nodes, user_specs(params, specs), strict=True)
@@ -192,10 +201,12 @@ class Lora:
             dims = checked_dims(f"param {path!r}", spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
-                arrays = _adapter_dims(target, dims)
-                dims_of |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
+                arrays = target.adapter_dims(dims, (), has_magnitude=self.dora)  # the rank is not sharded
+                dims_of |= {f"{path}/{name}": axes for name, axes in arrays.items()}
             if target is not None and isinstance(node, QuantizedWeight):
-                dims_of |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
+                sizes = {"num_stack": target.num_stack, "num_rows_dims": target.num_first}
+                arrays = quantized_dims(node, dims, **sizes, mesh=mesh)
+                dims_of |= {f"{base}/{name}": axes for name, axes in arrays.items()}
             else:
                 dims_of[path if path in trained else base] = dims
         # Names may have characters of regular expressions.
@@ -259,6 +270,7 @@ class Lora:
         widest = jnp.result_type(*dtypes.values())
         named = {path_name(path): node for path, node in nodes}
         targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
+        self._check_adapters(adapters, named, targets)
         leaves = []
         for name, node in named.items():
             if isinstance(node, Trained):
@@ -270,8 +282,26 @@ class Lora:
                 leaves.append(node)
         return leaves, tree
 
+    def _check_adapters(
+        self, adapters: Mapping[str, Any], base: Mapping[str, Any], targets: Mapping[str, Target]
+    ) -> None:
+        """Raises `ValueError` for adapters of other rules or settings, which would be left out or scaled wrongly."""
+        for name in {**base, **adapters}:
+            adapter, target = adapters.get(name), targets.get(name)
+            if isinstance(base.get(name), Trained):
+                continue
+            have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else adapter
+            makes = target and target.adapter_dims(base[name].shape, self.rank, has_magnitude=self.dora)
+            # Shapes say all: rules and dims, the rank by which alpha is divided, and whether there are magnitudes.
+            if have != makes:
+                raise ValueError(
+                    f"leaf {name!r} has {'no adapter' if have is None else f'the adapter {have}'}, and this Lora makes "
+                    f"{makes or 'none'} for it: give the rules, rank, dora and train that the adapters were made with"
+                )
+
     def _weight(self, path: str, node: Any, target: Target | None, adapter: Any, dtype: Any) -> Any:
         if target is None:
+            # A plain leaf: nothing has to be deferred to its use.
             if node.dtype == dtype:
                 return node
             labels = "s" * node.ndim  # no target: it is cast where it is used, and that is all
@@ -310,7 +340,11 @@ class Lora:
         Args:
           state: the train state, or `Variables`; arrays on any devices.
           dtype: the dtype of floating leaves; None: as they are stored, quantized ones in bfloat16.
+
+        Raises:
+          ValueError: a state of another `Lora`, or a dtype that is not a floating one.
         """
+        check_arguments(dtype=dtype)
         adapters = state.masters if isinstance(state, TrainState) else state.params
         base = self._base_of(state.model_state)
         leaves, tree = self._leaves(adapters, base)
@@ -345,6 +379,7 @@ class _Recipe:
 
 @functools.partial(jax.jit, static_argnames="weight")
 def _merged(arrays: tuple[Any, ...], *, weight: _Recipe) -> jax.Array:
+    # Of an offloaded state the arrays are on the host, from where those of one leaf at a time come.
     return weight.weight.with_arrays([*map(to_device, arrays)]).merged()
 
 
@@ -361,29 +396,3 @@ def _shape_of(node: Any, adapter: Any) -> Any:
         return jax.ShapeDtypeStruct(adapter.shape, adapter.dtype)
     dtype = jnp.float32 if isinstance(node, QuantizedWeight) else node.dtype
     return jax.ShapeDtypeStruct(node.shape, dtype)
-
-
-def _adapter_dims(target: Target, dims: Dims) -> dict[str, Dims]:
-    """Returns the axes of the dims of an adapter's arrays: those of the weight's dims, and none of the rank."""
-    stack, ins, outs = (
-        tuple(axes for axes, label in zip(dims, target.labels, strict=True) if label == side) for side in "sio"
-    )
-    return {"a": (*stack, *ins, ()), "b": (*stack, (), *outs), "magnitude": (*stack, *outs)}
-
-
-def _quantized_dims(target: Target, dims: Dims, stored: QuantizedWeight, mesh: Mesh) -> dict[str, Dims]:
-    """Returns the axes of the dims of a quantized weight's arrays.
-
-    Several dims of a weight are one of the matrix that is stored, which can have the axes of the first of them. Rows
-    are left unsharded where the axes do not divide the blocks, and those of NF4 always: the two rows of a code are far
-    from each other.
-    """
-    num_stack, num_rows = target.num_stack, target.num_first
-    stack, rows, columns = dims[:num_stack], dims[num_stack:][:num_rows], dims[num_stack:][num_rows:]
-    row, column = (first if not any(rest) else () for first, *rest in (rows, columns))
-    row = row if stored.format == "int8" and stored.scales.shape[-2] % axis_size(mesh, row) == 0 else ()
-    of_arrays = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
-    if stored.steps is not None:
-        divides = stored.steps.shape[-1] % axis_size(mesh, column) == 0
-        of_arrays["steps"] = (*stack, row, column if divides else ())
-    return of_arrays

@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh
 
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import largest_size
+from zero_jax.sharding.spec import Dims
 
 # QLoRA, appendix E: the quantiles of the normal distribution that NF4's 16 codes stand for.
 NF4_LEVELS = (
@@ -97,6 +100,7 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
     scales, steps = largest_size(blocks, -2), None
     stored = scales
     if format == "nf4_double":
+        # A divisor: a group does not go on in the next row of blocks, which another device may have.
         group = max(n for n in range(1, _LARGEST_GROUP + 1) if columns % n == 0)
         groups = scales.reshape(*scales.shape[:-1], columns // group, group)
         steps = groups.max(-1) / 255
@@ -116,6 +120,25 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
 def dequantize(weight: QuantizedWeight) -> jax.Array:
     """Returns a quantized weight in float32."""
     return built(weight.format, weight.dims, *weight.arrays)
+
+
+def quantized_dims(
+    stored: QuantizedWeight, dims: Dims, *, num_stack: int, num_rows_dims: int, mesh: Mesh
+) -> dict[str, Dims]:
+    """Returns the axes of the dims of a quantized weight's arrays, from those of its own dims.
+
+    Several dims of a weight are one of the matrix that is stored, which can have the axes of the first of them. Rows
+    are left unsharded where the axes do not divide the blocks, and those of NF4 always: the two rows of a code are far
+    from each other.
+    """
+    stack, rows, columns = dims[:num_stack], dims[num_stack:][:num_rows_dims], dims[num_stack:][num_rows_dims:]
+    row, column = (first if not any(rest) else () for first, *rest in (rows, columns))
+    row = row if stored.format == "int8" and stored.scales.shape[-2] % axis_size(mesh, row) == 0 else ()
+    of_arrays = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
+    if stored.steps is not None:
+        divides = stored.steps.shape[-1] % axis_size(mesh, column) == 0
+        of_arrays["steps"] = (*stack, row, column if divides else ())
+    return of_arrays
 
 
 def built(format: str, dims: tuple[int, ...], codes: Any, scales: Any, *steps: Any) -> jax.Array:

@@ -36,6 +36,14 @@ class Target:
         """How many dims the side has that comes first after the stack."""
         return self.labels.count(self.labels[self.num_stack])
 
+    def adapter_dims(self, dims: Sequence[Any], rank: Any, *, has_magnitude: bool) -> dict[str, tuple[Any, ...]]:
+        """Returns the dims of an adapter's arrays by those of its weight, sizes or mesh axes, and that of the rank."""
+        stack, ins, outs = (
+            tuple(dim for dim, label in zip(dims, self.labels, strict=True) if label == side) for side in "sio"
+        )
+        arrays = {"a": (*stack, *ins, rank), "b": (*stack, rank, *outs)}
+        return arrays | {"magnitude": (*stack, *outs)} if has_magnitude else arrays
+
 
 def check_rules(rules: Any) -> None:
     """Raises `ValueError` for anything but patterns of leaf paths, with the letters of dims or without."""
@@ -52,10 +60,15 @@ def check_rules(rules: Any) -> None:
 def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Returns the paths that match one of some patterns; raises `ValueError` for a pattern that matches nothing."""
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(_matches(name, pattern) for name in names):
             raise _unmatched(what, pattern, names)
+    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    # A path matches itself, whatever characters of patterns it has.
     # `fnmatchcase`, because `fnmatch` follows the system: on Windows it ignores case.
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
 def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dict[str, Target]:
@@ -72,7 +85,7 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
         raise ValueError(f"several leaves have the path {twice!r}, by which adapters are kept: rename one")
     by_path: dict[str, Target] = {}
     for rule, labels in rules.items() if isinstance(rules, Mapping) else dict.fromkeys(rules).items():
-        matched = [path for path in leaves if fnmatch.fnmatchcase(path, rule) and path not in trained]
+        matched = [path for path in leaves if _matches(path, rule) and path not in trained]
         if not matched:
             raise _unmatched("rules", rule, leaves)
         targets = [_target(path, leaves[path], rule, labels) for path in matched]
@@ -85,6 +98,7 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
                 "are more than two, such as 'sio'"
             )
         for target in chosen:
+            # Several rules may choose a leaf, if they agree.
             if by_path.setdefault(target.path, target) != target:
                 raise ValueError(
                     f"leaf {target.path!r} has dims {by_path[target.path].labels!r} by one rule and "
@@ -116,6 +130,7 @@ def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | Non
 def _unmatched(what: str, pattern: str, names: Iterable[str]) -> ValueError:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    # The nearest at any distance: also one that is far shows what paths look like.
     hint = did_you_mean(pattern, names, "the nearest is {!r}", cutoff=0.0) or "there are none"
     paths = f"; the paths are {', '.join(names[:_SHOWN])}{more}" if len(names) > 1 else ""
     is_regex = re.search(r"[()|+^$\\]|\.\*", pattern)

@@ -108,7 +108,8 @@ def peak(compiled: Any) -> Heap:
     results = []
     readers = _readers(values.steps)
     for number, shared in values.buffers().items():
-        memory = _memory_of(shared[0].array.space, program)
+        space = shared[0].array.space
+        memory = "host" if space == HOST_SPACE else "chip" if program.has_tiles and space != _DEVICE else "device"
         if number not in fixed:
             temporaries[memory].append(_allocation(shared))
         elif number in outputs and memory == "device":
@@ -136,12 +137,6 @@ def peak(compiled: Any) -> Heap:
         residuals=alive(saved, _top(saved)[1]),
         donated=tuple(values.buffer_of(number) in outputs for number in values.arguments),
     )
-
-
-def _memory_of(space: int, program: Program) -> str:
-    if space == HOST_SPACE:
-        return "host"
-    return "chip" if program.has_tiles and space != _DEVICE else "device"
 
 
 def _allocation(values: Sequence[HloValue]) -> _Allocation:

@@ -152,14 +152,17 @@ class _Clock:
         self.now += waited
         self.exposed_seconds += waited
 
-    def enqueue(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float) -> _Flight:
-        """Puts an operation behind those that its links are busy with."""
+    def start(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float, *, is_async: bool) -> None:
+        """Puts an operation behind those that its links are busy with; a synchronous one ends at once."""
         finish = max([self.now, *(self.free_at[link] for link in links)]) + seconds
         self.collective_seconds += seconds
         for link in links:
             self.free_at[link] = finish
             self.busy_seconds[link] += seconds
-        return _Flight(key, links, handle, finish, self.compute_seconds)
+        if is_async:
+            self.in_flight.append(_Flight(key, links, handle, finish, self.compute_seconds))
+        else:
+            self.wait(finish)
 
     def repeat(self, body: "_Clock", times: int, loop: Instruction) -> None:
         """Adds what was played of a body by itself, as often as it runs; its collectives share links with others'."""
@@ -209,14 +212,10 @@ class _Player:
                 self.collective(run, self.by_key[key], handle=key)
             elif key in self.network:
                 handle = _NETWORK, rendezvous(instruction)
-                run.in_flight.append(run.enqueue(key, frozenset((_NETWORK,)), handle, self.network[key]))
+                run.start(key, frozenset((_NETWORK,)), handle, self.network[key], is_async=True)
             elif key in self.copies:
                 copy = self.copies[key]
-                flight = run.enqueue(key, frozenset((_HOST[copy.to_host],)), key, self.costs.copy(copy))
-                if copy.is_async:
-                    run.in_flight.append(flight)
-                else:
-                    run.wait(flight.finish)
+                run.start(key, frozenset((_HOST[copy.to_host],)), key, self.costs.copy(copy), is_async=copy.is_async)
             elif opcode == "recv-done":
                 self.done(run, (_NETWORK, rendezvous(self.program.operand(instruction, 0) or instruction)))
             elif part == "done":
@@ -278,13 +277,9 @@ class _Player:
     def collective(
         self, run: _Clock, collective: Collective, *, handle: Hashable, engine: frozenset[Hashable] = frozenset()
     ) -> None:
-        """Starts a collective; a synchronous one ends at once. What runs on an engine of its own takes that, too."""
-        key = collective.computation, collective.name
-        flight = run.enqueue(key, self.costs.links_of(collective) | engine, handle, self.costs.collective(collective))
-        if collective.is_async:
-            run.in_flight.append(flight)
-        else:
-            run.wait(flight.finish)
+        """Starts a collective. What runs on an engine of its own takes that, too."""
+        key, links = (collective.computation, collective.name), self.costs.links_of(collective) | engine
+        run.start(key, links, handle, self.costs.collective(collective), is_async=collective.is_async)
 
     def done(self, run: _Clock, handle: Hashable, *, first_only: bool = False) -> None:
         """Waits for what was started under a handle; it may be nothing, where the start was synchronous."""

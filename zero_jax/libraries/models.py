@@ -184,7 +184,7 @@ def from_linen(
             collections = dict(variables.model_state or {})
             model = _applied(module, variables.params, collections, key, streams=streams, updates=updates)
             value, (aux, _) = function(model, batch, key)
-            return value, aux, collections
+            return value, aux, collections  # as the calls in the loss have left them
 
         return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
@@ -275,7 +275,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
     def model_and_state(key: jax.Array) -> tuple[Any, Any]:
         out = make(key)  # a tuple may be the model: a generator and a discriminator
-        is_pair = type(out) is tuple and len(out) == 2
+        is_pair = type(out) is tuple and len(out) == 2  # a NamedTuple of two is a model
         is_state = is_pair and (out[1] is None or isinstance(out[1], eqx.nn.State))
         has_own_state = is_state or (is_pair and function.model_state is not None)
         return out if has_own_state else (out, None)
@@ -308,7 +308,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     tree = jax.tree.structure(variables_of(arrays, state))  # static fields of another call, as functions, are others
-    loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)
+    loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)  # which switches dropout and batch norm
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
 
 
@@ -332,5 +332,6 @@ def with_parameters(
         for name in ("params", "batch", *["key"] * (has_streams or function.key is not None))
     ]
     parameters += [inspect.Parameter(MODEL_STATE, inspect.Parameter.KEYWORD_ONLY)] * has_state
+    # What a step reads to know whether the loss draws, and has a state: `*keys` says neither.
     loss_fn.__signature__ = inspect.Signature(parameters)
     return loss_fn

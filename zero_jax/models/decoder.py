@@ -34,7 +34,14 @@ Losses = dict[str, Array]  # of experts, `[B]` of each kind; empty without any
 
 
 class Hooks(NamedTuple):
-    """What a caller has a say in within the blocks; the fields are those arguments of `hidden`."""
+    """What a caller has a say in within the blocks.
+
+    Attributes:
+      segments_BT: which document each token belongs to; tokens then see their own document only. None: one document.
+      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream, `gathered`
+        what goes into the matrices of a block or of the head, which need every token.
+      attend: causal attention with the arguments of `layers.causal_attention`.
+    """
 
     segments_BT: Array | None = None
     place: PlaceFn = leave
@@ -46,6 +53,8 @@ _ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
 }
+# As Megatron-LM: what reads the residual stream is sharded by columns and what writes to it by rows, so that attention
+# and MLP have one all-reduce each.
 _INTO_STREAM = ("out", "down", "shared_down")
 _COLUMNS = {"query", "gate", "up", "query_bias", "gate_bias", "up_bias", "shared_gate", "shared_up"}
 _KEY_COLUMNS = {"key", "value", "key_bias", "value_bias"}
@@ -53,7 +62,7 @@ _KEY_COLUMNS = {"key", "value", "key_bias", "value_bias"}
 
 def init(config: DecoderConfig, key: Array) -> Params:
     """Makes float32 params, whose shapes are `config.shapes`: `embed` [V, D], `blocks` [layers, ...] and so on."""
-    scale = 0.0 if config.norm_offset else 1.0
+    scale = 0.0 if config.norm_offset else 1.0  # norms multiply by 1 in both cases
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
     params: Params = {"embed": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.d_model))}
     params |= {"blocks": _init_stack(config, "blocks", blocks_key), "final_norm": jnp.full(config.d_model, scale)}
@@ -103,6 +112,7 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
                 f"{name}={size} does not split over the {model_size} devices of the model axis: choose a multiple of "
                 f"{model_size}{hint}"
             )
+    # Key heads that the devices do not divide are on each of them: a part of a head is of no use.
     shares_keys = model_size is None or config.num_kv_heads % model_size == 0
     column_names = _COLUMNS | (_KEY_COLUMNS if shares_keys else set())
 
@@ -123,32 +133,11 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
     return specs
 
 
-def hidden(
-    config: DecoderConfig,
-    params: Params,
-    tokens_BT: Array,
-    segments_BT: Array | None = None,
-    *,
-    place: PlaceFn = leave,
-    attend: Attend = causal_attention,
-) -> tuple[Array, Array]:
-    """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
+def hidden(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
+    """Returns the last hidden states `[B, T, D]`, and the losses of the experts, summed over the layers.
 
-    Args:
-      config: the model's shape.
-      params: its params; blocks that are not stacked are a list, which a Python loop runs.
-      tokens_BT: the tokens.
-      segments_BT: which document each token belongs to; tokens then see their own document only. None: one document.
-      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream, `gathered`
-        what goes into the matrices of a block or of the head, which need every token.
-      attend: causal attention with the arguments of `layers.causal_attention`.
+    Blocks that are not stacked are a list, which a Python loop runs.
     """
-    x_BTD, losses = _run(config, params, tokens_BT, Hooks(segments_BT, place, attend))
-    return x_BTD, losses["balance"].mean() if losses else jnp.zeros(())
-
-
-def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
-    """Returns the last hidden states, and the experts' losses `[B]`, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         # Rounded to the dtype first, as transformers does for Gemma.
@@ -157,12 +146,12 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
         x_BTD += params["position"][places(tokens_BT, hooks.segments_BT)]
     x_BTD = hooks.place(x_BTD, "residual")
 
-    # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
-    blocks, prevent_cse = params["blocks"], isinstance(params["blocks"], list)
+    blocks, is_list = params["blocks"], isinstance(params["blocks"], list)
 
     def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
         run = functools.partial(apply_block, config, hooks=hooks, window=window)
-        return (jax.checkpoint(run, prevent_cse=prevent_cse) if config.remat else run)(x_BTD, layer)
+        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
+        return (jax.checkpoint(run, prevent_cse=is_list) if config.remat else run)(x_BTD, layer)
 
     def each_of(x_BTD: Array, layers: Sequence[Params], first: int = 0) -> tuple[Array, Losses]:
         losses = []
@@ -175,23 +164,23 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
         # Unrolled: whether a layer has a window is known when it is traced, and a scan traces one layer for all.
         return each_of(x_BTD, [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(num_layers)], first)
 
-    if config.num_dense_layers:
+    if config.num_dense_layers:  # a config with these has no window
         x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, False), x_BTD, params["dense_blocks"])
     losses: list[Losses] = []
-    size = 1 if config.window is None else config.window_period
+    size = 1 if config.window is None or is_list else config.window_period
     num_periods, num_left = divmod(config.num_layers - config.num_dense_layers, size)
     in_periods = num_periods * size
-    if isinstance(blocks, list):
+    if is_list:
         x_BTD, of_all = each_of(x_BTD, blocks)
         losses.append(of_all)
     elif size == 1:
         x_BTD, each = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
-    elif num_periods:
+    elif num_periods:  # layers of a period differ, periods do not
         stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
         x_BTD, each = jax.lax.scan(functools.partial(period, num_layers=size), x_BTD, stacks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
-    if num_left:
+    if num_left:  # the last period is cut off, as in Gemma 3 1B: 26 layers in periods of 6
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
         x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
         losses.append(of_rest)
@@ -255,6 +244,7 @@ def _attention(config: DecoderConfig, y_BTD: Array, params: Params, hooks: Hooks
     if config.latent is not None:
         sizes = {"num_heads": config.num_heads, "theta": config.rope_theta, "scaling": scaling}
         heads = config.latent.heads(y_BTD, params, **sizes)
+        # YaRN sharpens the softmax over longer contexts; elsewhere by the magnitude of the turned features.
         scale *= 1.0 if scaling is None else scaling.logits_factor
     else:
         heads = _heads(config, y_BTD, params, window)
@@ -274,6 +264,7 @@ def _heads(config: DecoderConfig, y_BTD: Array, params: Params, window: bool) ->
         _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
         for name in ("query", "key", "value")
     )
+    # Before the rotation, as in Qwen 3 and Gemma 3: scales of single features do not commute with it.
     if config.qk_norm:
         query_BTNH = _norm(config, query_BTNH, params, "query_norm")
         key_BTKH = _norm(config, key_BTKH, params, "key_norm")
@@ -323,7 +314,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
 
 def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at each position, in the params' dtype."""
-    logits_BTV = hidden(config, params, tokens_BT, segments_BT)[0] @ _head(config, params)
+    logits_BTV = hidden(config, params, tokens_BT, Hooks(segments_BT))[0] @ _head(config, params)
     return _capped(config, logits_BTV)
 
 
@@ -344,6 +335,7 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
 
 def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
     """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
+    # Of bfloat16, whose 8 bits would round losses to steps of about a hundredth.
     logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 
@@ -358,7 +350,7 @@ def loss_fn(
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
-    `segments`, which document each input belongs to. `place` and `attend` are as for `hidden`;
+    `segments`, which document each input belongs to. `place` and `attend` are those of `Hooks`;
     `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32: a function that makes the
     logits in parts saves the memory of the whole, but raises `ValueError` where the logits have a soft cap.
     """
@@ -375,7 +367,7 @@ def loss_fn(
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
         hooks, weights_BT = Hooks(batch.get("segments"), place, attend), batch.get("weights")
-        hidden_BTD, losses = _run(config, params, batch["inputs"], hooks)
+        hidden_BTD, losses = hidden(config, params, batch["inputs"], hooks)
         mean, aux = mean_loss(of_tokens(hidden_BTD, _head(config, params), batch["targets"]), weights_BT)
         if config.num_extra_tokens:
             run = functools.partial(apply_block, config, hooks=hooks)
@@ -389,6 +381,7 @@ def loss_fn(
             num_layers = config.num_layers - config.num_dense_layers + config.num_extra_tokens
             aux["expert_balance"] = mean_loss(of_sequences["balance"], weights_BT)[0] / num_layers
             mean += config.expert_balance * aux["expert_balance"]
+        # It is 0, and has a gradient in the biases alone.
         if "bias" in losses:
             mean += mean_loss(of_sequences["bias"], weights_BT)[0]
         return mean, aux
@@ -425,6 +418,7 @@ def _extra_losses(
     for depth in range(1, config.num_extra_tokens + 1):
         layer = jax.tree.map(lambda stack, i=depth - 1: stack[i], params["extra_blocks"])
         norm = functools.partial(_norm, config, params=layer)
+        # The token before the one that is predicted here: for depth 1 the next token, which is the target.
         between_BTD = params["embed"][jnp.roll(targets_BT, 1 - depth, axis=1)]
         pairs = (norm(between_BTD, name="embed_norm"), norm(hidden_BTD, name="hidden_norm"))
         x_BTD = jnp.concatenate(pairs, axis=-1) @ layer["project"]

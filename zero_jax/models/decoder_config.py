@@ -153,6 +153,7 @@ class DecoderConfig:
         self._check_latent()
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}")
+        # Last: the shapes of a config that the checks above refuse may not exist.
         check_num_params(self, "d_model", "num_layers", "d_hidden", "num_heads", "num_experts", "vocab_size")
 
     def _check_experts(self) -> None:
@@ -220,6 +221,7 @@ class DecoderConfig:
         queries, keys = self.num_heads * head_dim, self.num_kv_heads * head_dim
         lead = (num_experts,) if num_experts else ()
         d_hidden = self.d_hidden if num_experts else self.d_hidden_dense or self.d_hidden
+        # In this order `decoder.init` draws them: another one makes other params of the same key.
         shapes: dict[str, tuple[int, ...]] = {
             "query": (d_model, queries),
             "key": (d_model, keys),
@@ -299,6 +301,7 @@ def _read_presets() -> dict[str, Any]:
 def _fields(table: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model: of what it is `like`, its `sizes` and its own."""
     fields = {name: value for name, value in row.items() if name not in ("like", "sizes")}
+    # Not strict: a row that is `like` another may have no `sizes`.
     sizes = dict(zip(table["sizes"], row.get("sizes", ()), strict=False))
     like = _fields(table, table["like"][row["like"]]) if "like" in row else {}
     records = {name: record(**fields[name]) for name, record in RECORDS.items() if name in fields}

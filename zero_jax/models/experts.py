@@ -57,16 +57,18 @@ class Routes:
     is_chosen_BTE: Array  # 1 where a token goes to an expert, else 0, float32
     shares_BTE: Array  # what the router gives each expert, of 1 for all, float32
 
+    @property
+    def load_BE(self) -> Array:
+        """The tokens of a sequence that an expert gets, as a multiple of an even share."""
+        return self.is_chosen_BTE.mean(axis=1) * (self.is_chosen_BTE.shape[-1] / self.experts_BTk.shape[-1])
+
     def balance(self) -> Array:
         """Returns the loss `[B]` that balances the experts of a sequence (DeepSeek-V3, equation 17, no factor)."""
-        num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
-        load_BE = self.is_chosen_BTE.mean(axis=1) * (num_experts / k)
-        return (load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1)
+        return (self.load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1)
 
     def bias_term(self, bias_E: Array) -> Array:
         """Returns 0 `[B]`, whose gradient in the biases is the relative error of the experts' load in a sequence."""
-        num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
-        error_BE = jax.lax.stop_gradient(self.is_chosen_BTE.mean(axis=1) * (num_experts / k) - 1)
+        error_BE = jax.lax.stop_gradient(self.load_BE - 1)
         bias_E = bias_E.astype(jnp.float32)
         return (error_BE * (bias_E - jax.lax.stop_gradient(bias_E))).sum(axis=-1)
 
@@ -89,6 +91,7 @@ def sigmoid_routes(logits_BTE: Array, bias_E: Array, k: int, routing: SigmoidRou
     num_experts, num_groups = bias_E.shape[0], routing.num_groups
     if routing.num_kept < num_groups:
         grouped = biased_BTE.reshape(*biased_BTE.shape[:2], num_groups, -1)
+        # The two best of a group, as DeepSeek-V3 does; a group may have a single one.
         best = jax.lax.top_k(grouped, min(2, num_experts // num_groups))[0].sum(axis=-1)
         kept = jax.nn.one_hot(jax.lax.top_k(best, routing.num_kept)[1], num_groups).sum(axis=2)
         biased_BTE = jnp.where(kept[..., None] > 0, grouped, -jnp.inf).reshape(biased_BTE.shape)
@@ -139,6 +142,7 @@ def run_dispatched(y_BTD: Array, routes: Routes, experts: Experts, *, capacity: 
     # Past the capacity there is no place: the number of one that there is none of.
     slots_BTk = jnp.where(places_BTk < C, routes.experts_BTk * C + places_BTk, E * C)
     choices = jnp.broadcast_to(jnp.arange(T * k, dtype=jnp.int32), (B, T * k))
+    # A place that nobody takes has the number of a choice that there is none of, of which `_rows` makes zeros.
     place = jax.vmap(lambda slots, choices: jnp.full(E * C, T * k, jnp.int32).at[slots].set(choices, mode="drop"))
     choices_BS = place(slots_BTk.reshape(B, T * k), choices)
     taken_BECD = _dispatch(y_BTD, slots_BTk, choices_BS).reshape(B, E, C, D)
@@ -159,7 +163,7 @@ def _rows(x_BND: Array, indices_BM: Array) -> Array:
 
 def _of_places(y_BTD: Array, slots_BTk: Array, choices_BS: Array) -> Array:
     """Returns the token of each place `[B, S, D]`."""
-    return _rows(y_BTD, choices_BS // slots_BTk.shape[-1])
+    return _rows(y_BTD, choices_BS // slots_BTk.shape[-1])  # choices are numbered token by token
 
 
 def _of_tokens(made_BSD: Array, slots_BTk: Array, choices_BS: Array) -> Array:

@@ -36,8 +36,10 @@ def check_fields(config: Any, *, may_be_zero: Collection[str] = ()) -> None:
 
 
 def _check_number(name: str, value: Any, kind: type, *, may_be_zero: bool) -> None:
+    # A bool is an int of Python.
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ValueError(f"{name}={short(value)}: give {'a whole number' if kind is int else 'a number'}")
+    # Written so that NaN, of which all comparisons are false, is refused too.
     if not (value > 0 or (value == 0 and may_be_zero)):
         at_least = "0 or more" if may_be_zero else f"{name} of at least 1" if kind is int else "a number above 0"
         raise ValueError(f"{name}={short(value)} is not positive: give {at_least}")

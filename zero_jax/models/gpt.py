@@ -96,6 +96,7 @@ PRESETS = {name: GPTConfig(**fields) for name, fields in decoder_config.PRESETS[
 
 def init(config: GPTConfig, key: Array) -> Params:
     """Makes float32 params; the same key gives the same values whether or not the layers are stacked."""
+    # The key of learned positions is drawn for rotary ones, too, so that all other params are the same.
     embed_key, position_key, *block_keys = jax.random.split(key, 2 + config.num_layers)
     params: Params = {
         "embed": _normal(embed_key, (config.vocab_size, config.d_model)),
@@ -115,6 +116,7 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     """Returns Megatron's tensor parallelism over the mesh axis `model`, as `decoder.param_specs` does."""
     specs = decoder.param_specs(config.decoder, vocab=vocab, model_size=model_size)
     if not config.scan:
+        # The specs are of stacks: a block by itself has no dim of layers.
         block = {name: PartitionSpec(*spec[1:]) for name, spec in specs["blocks"].items()}
         specs["blocks"] = [block] * config.num_layers
     return specs
@@ -123,11 +125,6 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
 def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
     return decoder.apply(config.decoder, params, tokens_BT, segments_BT)
-
-
-def apply_block(config: GPTConfig, x_BTD: Array, params: Params, **hooks: Any) -> Array:
-    """Runs one transformer block; `decoder.Hooks` has the hooks."""
-    return decoder.apply_block(config.decoder, x_BTD, params, decoder.Hooks(**hooks))[0]
 
 
 def loss_fn(config: GPTConfig, *, token_losses: TokenLosses = whole_logits, **options: Any) -> LossFn:

@@ -40,6 +40,7 @@ def _columns(name: str) -> dict[str, Any]:
     base = _columns(row.pop("like")) if "like" in row else {column: {} for column in _MAPPINGS}
     for column, value in row.items():
         if column in _MAPPINGS:
+            # A key of the table may be several names, which have the same value.
             base[column] = base[column] | {name: x for names, x in value.items() for name in names.split()}
         else:
             base[column] = value
@@ -47,6 +48,7 @@ def _columns(name: str) -> dict[str, Any]:
 
 
 def _allowed(values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    # TOML has no null, which a config may have for any key.
     return {key: () if value == "any" else (*value, None) for key, value in values.items()}
 
 

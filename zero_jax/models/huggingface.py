@@ -43,6 +43,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         )
     family = FAMILIES[model_type]
     aliased = {family.aliases.get(key, key): value for key, value in hf_config.items()}
+    # transformers writes no key whose value is the default of its class, which differs between families.
     hf_config = {**DEFAULTS, **family.defaults, **aliased}
     for key, allowed in {**MUST_BE, **family.must_be}.items():
         if allowed and hf_config.get(key) not in allowed:
@@ -127,10 +128,7 @@ def _equal_heads(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _switch(hf_config: Mapping[str, Any], key: str) -> bool:
     """Returns a switch of a config, False where it is missing; raises `ValueError` for anything else."""
-    value = hf_config.get(key)
-    if not isinstance(value, bool | None):
-        raise ValueError(f"{key}={short(value)}: the config needs true or false")
-    return bool(value)
+    return bool(_given(hf_config, key, bool, "true or false"))
 
 
 # What a family reads of a config besides its table.
@@ -175,10 +173,14 @@ def _positive(settings: Mapping[str, Any], key: str) -> float:
 
 def _section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns an object of a config, empty where there is none; raises `ValueError` for anything else."""
+    return _given(settings, key, Mapping, "an object") or {}
+
+
+def _given(settings: Mapping[str, Any], key: str, kind: type, needed: str) -> Any:
     value = settings.get(key)
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"{key}={short(value)}: the config needs an object")
-    return value or {}
+    if not isinstance(value, kind | None):
+        raise ValueError(f"{key}={short(value)}: the config needs {needed}")
+    return value
 
 
 def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:
@@ -278,7 +280,7 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     for path, key in family.own.items():
         record, _, name = path.rpartition(".")
         settings[key] = getattr(getattr(config, record) or RECORDS[record]() if record else config, name)
-    if config.num_rotary:
+    if config.num_rotary:  # with learned positions there is no such key
         settings["rope_theta"] = config.rope_theta
     if config.rope_scaling is not None:
         settings["rope_scaling"] = _scaling(config.rope_scaling)
@@ -372,6 +374,7 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
 
 def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None:
     """Raises `ValueError` for settings that a `config.json` does not describe."""
+    # Read back: a setting that the family has no key for comes back as another one.
     described = decoder_config(settings, seq_len=config.seq_len)
     own = {"remat", "expert_capacity", "expert_balance", "extra_token_weight"}  # of training, not of the function
     own |= {"d_hidden_dense"} if not config.num_dense_layers else set()
@@ -405,6 +408,7 @@ def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorN
         templates = {name: family.layer + each for name, each in of_stack.items()} if stack else family.others
         weight = name.removesuffix("_bias")
         template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
+        # A matrix of a stack is `[layers, in, out]`, of experts `[layers, experts, in, out]`.
         is_matrix = bool(stack) and len(shape) > 2
         is_transposed = name == "head" or (is_matrix and family.are_transposed)
         # The hub counts the layers of all stacks in one row, those on top last.
@@ -430,6 +434,7 @@ def _parts(config: DecoderConfig, fused: str | None) -> dict[str, tuple[int, int
     if latent is not None:
         keys, narrow = config.head_dim - latent.rotary_dim, latent.key_rank
         both, vector = keys + latent.value_dim, narrow + latent.rotary_dim
+        # One tensor has keys and values head by head, another the latent vector and the keys that are turned.
         parts = {"key": (0, keys, both), "value": (keys, both, both)}
         return parts | {"latent": (0, narrow, vector), "key_turned": (narrow, vector, vector)}
     if fused is None:

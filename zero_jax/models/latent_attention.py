@@ -58,6 +58,7 @@ class LatentAttention:
             "interleaved": self.interleaved,
             "magnitude": 1.0 if scaling is None else scaling.magnitude,
         }
+        # As in DeepSeek's checkpoints the features that are turned are a head's last ones.
         keys = query_BTNH.shape[-1] - self.rotary_dim
         query_BTNH = jnp.concatenate([query_BTNH[..., :keys], rotate(query_BTNH[..., keys:], **turn)], axis=-1)
         # One for all heads.

@@ -42,6 +42,7 @@ def generate_tokens(
         window_T, length = carry
         logits_V = apply(window_T[None])[0, length - 1].astype(jnp.float32)
         token = _choose(logits_V, key, temperature, top_k)
+        # Once the window is full, it moves on by a token.
         is_full = length == seq_len
         window_T = jnp.where(is_full, jnp.roll(window_T, -1), window_T)
         length = jnp.where(is_full, length, length + 1)
@@ -55,6 +56,7 @@ def _choose(logits_V: Array, key: Array, temperature: float, top_k: int | None) 
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     if top_k is not None:
+        # Tokens as likely as the last of them stay, too.
         floor = jax.lax.top_k(logits_V, top_k)[0][-1]
         logits_V = jnp.where(logits_V < floor, -jnp.inf, logits_V)
     return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)

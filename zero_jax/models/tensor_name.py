@@ -41,6 +41,6 @@ class TensorName:
     def of(self, index: tuple[int, ...]) -> str:
         """Returns the name of the tensor at an index of the leading dims: the layer, and the expert if there is one."""
         fields, index = self._fields, (*(i + self.first for i in index[:1]), *index[1:])
-        if not all(fields):
+        if not all(fields):  # of `{}`, which take the indices in order
             return self.template.format(*index)
         return self.template.format(**dict(zip(fields, index, strict=True)))

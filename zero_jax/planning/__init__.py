@@ -1,8 +1,9 @@
 """Compiles a train step for hardware that is not there, and searches for its best settings.
 
 `plan` makes a `Job`, compiles it in another process (`process`, `worker`) and returns a `PlanReport`: memory, traffic
-and time of the program. `plan_auto` estimates every setting (`estimates`), ranks them and compiles the best (`search`);
-`plan_layouts` compares layouts of `data`. Compiled programs are cached by all that they depend on (`key`).
+and time of the program. `plan_auto` estimates every setting (`estimates`, by `traces` of the model), ranks them and
+compiles the best (`search`); `plan_layouts` compares layouts of `data`. Compiled programs are cached by all that they
+depend on (`key`).
 """
 
 from zero_jax.planning.auto import AutoPlan, plan_auto

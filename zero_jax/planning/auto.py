@@ -1,7 +1,5 @@
 """Searches the best settings of a train step for a topology: estimates all, ranks them, compiles the best few."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -16,14 +14,15 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.errors import SettingRefused
-from zero_jax.planning.estimates import Estimator, Policy, setting_config
+from zero_jax.planning.estimates import Estimator
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import make_job
 from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate, Figures, Ranking, policy_name
-from zero_jax.planning.report import PlanReport
+from zero_jax.planning.report import PlanReport, by_time
 from zero_jax.planning.search import Search, candidates, divisors
+from zero_jax.planning.traces import Policy, setting_config
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
@@ -200,7 +199,7 @@ class _Programs:
         report = self.reports[setting] = compile_plan(job, options, fills=self.can_stop or bool(before))
         return Figures(
             bytes=math.inf if report.needed_bytes is None else report.needed_bytes,
-            seconds=report.time.step_seconds if report.time else math.inf,
+            seconds=by_time(report)[1],
             note=report.refusal,
             host_bytes=report.host_bytes,
             fits=report.fits,

@@ -1,7 +1,5 @@
 """Errors of a plan: of the model's functions, with the lines that raised them, and of the compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import sys

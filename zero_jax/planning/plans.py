@@ -1,7 +1,5 @@
 """Compiles a train step for a topology that need not be here, and for each layout of `data` over it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -16,7 +14,8 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_plan
-from zero_jax.planning.report import PlanReport
+from zero_jax.planning.ranking import size_unit
+from zero_jax.planning.report import PlanReport, by_time
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.topology import parse
 from zero_jax.training import MeshLoss, ZeroConfig
@@ -122,13 +121,15 @@ class LayoutPlans(Report):
         return {"best": list(self.best), "chosen": list(self.chosen), "plans": plans}
 
     def __str__(self) -> str:
-        rows = [("layout of data", "of ideal", "GB", "s/step", "")]
+        unit, scale = size_unit(report.needed_bytes or math.inf for report in self.plans.values())
+        rows = [("layout of data", "of ideal", unit, "s/step", "")]
         for layout, report in self.plans.items():
             ratio = "" if report.traffic_ratio is None else f"{report.traffic_ratio:.3f}"
-            needed = "" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.2f}"
-            seconds = f"{report.time.step_seconds:.4g}" if report.time else "does not fit"
-            mark = "what make_mesh chooses" if layout == self.chosen else ""
-            rows.append((" x ".join(map(str, layout)), ratio, needed, seconds, mark))
+            needed = "" if report.needed_bytes is None else f"{report.needed_bytes / scale:.2f}"
+            seconds = f"{report.time.step_seconds:.4g}" if report.time else ""
+            # A compiler may make a program that does not fit: XLA:GPU does.
+            marks = ["what make_mesh chooses"] * (layout == self.chosen) + ["does not fit"] * (not report.fits)
+            rows.append((" x ".join(map(str, layout)), ratio, needed, seconds, ", ".join(marks)))
         return aligned(rows, right={1, 2, 3})
 
 
@@ -180,12 +181,7 @@ def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layo
         # make_mesh also takes slices and hosts into account, which a layout given by its sizes does not.
         data_layout = None if layout == chosen else layout
         plans[layout] = compile_plan(dataclasses.replace(job, data_layout=data_layout), options)
-
-    def order(item: tuple[Layout, PlanReport]) -> tuple[bool, float]:
-        report = item[1]
-        return not report.fits, report.time.step_seconds if report.time else math.inf
-
-    return LayoutPlans(plans=dict(sorted(plans.items(), key=order)), chosen=chosen)
+    return LayoutPlans(plans=dict(sorted(plans.items(), key=lambda item: by_time(item[1]))), chosen=chosen)
 
 
 def _merged_dims(topology: str, data: int) -> Iterator[Layout]:
@@ -200,10 +196,5 @@ def _merged_dims(topology: str, data: int) -> Iterator[Layout]:
         yield (data,)
         return
     for cuts in itertools.product((False, True), repeat=max(len(dims) - 1, 0)):
-        layout = [dims[0]] if dims else [1]
-        for size, cut in zip(dims[1:], cuts, strict=True):
-            if cut:
-                layout.append(size)
-            else:
-                layout[-1] *= size
-        yield tuple(layout)
+        edges = [0, *(number for number, cut in enumerate(cuts, start=1) if cut), len(dims)]
+        yield tuple(math.prod(dims[start:end]) for start, end in itertools.pairwise(edges))

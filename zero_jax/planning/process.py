@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import importlib.util
 import io
-import math
 import os
 import pathlib
 import re
@@ -29,7 +28,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings
-from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.planning.report import PlanReport, by_time, make_report
 from zero_jax.sharding.topology import missing_compiler, parse
 from zero_jax.training import StepLoss, chosen_values
 from zero_jax.transforms import Remat, ValueChoice, resolve_remat
@@ -62,7 +61,10 @@ def report_on(
     if remat.policy != "auto":
         return make_report(job, on_phase=on_phase, **options)
     on_phase("choosing what blocks keep")
-    choice = _choice(job, remat)
+    mesh, config = job.mesh(), _with_remat(job, remat).config
+    state = job.state(mesh)
+    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
+    assert choice is not None
     if choice.remat in known:  # it would be the same program
         return None
     report = make_report(_with_remat(job, choice.remat), on_phase=on_phase, **options)
@@ -71,14 +73,6 @@ def report_on(
 
 def _with_remat(job: Job, remat: Remat) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, remat=remat))
-
-
-def _choice(job: Job, remat: Remat) -> ValueChoice:
-    mesh, config = job.mesh(), _with_remat(job, remat).config
-    state = job.state(mesh)
-    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
-    assert choice is not None
-    return choice
 
 
 def _slack(report: PlanReport, choice: ValueChoice) -> float:
@@ -139,8 +133,7 @@ def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> Pl
             break
         policy = resolve_remat(report.values.policy_name)
         job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))
-    seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
-    return min(reports, key=lambda report: (not report.fits, seconds(report)))
+    return min(reports, key=by_time)
 
 
 def call_for(
@@ -157,15 +150,13 @@ def call_for(
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
-    if options.own_process:
-        with extra("plan"):
-            import cloudpickle
     where = f"{options.name} on {job.topology}"
     if not options.own_process:
         return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
+    with extra("plan"):
+        import cloudpickle
     hardware = parse(job.topology).hardware
-    missing = missing_compiler(hardware)
-    if missing:
+    if missing := missing_compiler(hardware):
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as name:
         folder = pathlib.Path(name)
@@ -274,7 +265,7 @@ def _cuda_toolkits() -> list[str]:
 def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:
     name, phase = options.name, _phase(folder)
     if status is None:
-        return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"
+        return f"{name}: still {phase} after {options.timeout_seconds:g} s, which is all the time it was given"
     lines = [line for line in (folder / _ERRORS).read_text(errors="replace").splitlines() if line.strip()]
     last = "\n  ".join(([line for line in lines if not _NOISE.search(line)] or lines)[-12:])
     if status == -signal.SIGKILL:

@@ -10,8 +10,9 @@ from typing import Any
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 
 _MAX_LINES, _MORE_LINES = 10, 4  # settings that are shown, and of those that are not compiled beside the others
-# By what a setting of these kinds was found to need too much memory of a device.
-_BY = {"estimate": "estimate", "compiled": "compiler"}
+_MAX_REJECTED, _MAX_ALIKE = 40, 4  # lines of settings that are too large, and of those with the same other reason
+# By what a setting of these kinds was found to need too much memory, of a device or, with `host`, of its host.
+_BY = {"estimate": "estimate", "compiled": "compiler", "host": "host memory"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,13 +165,14 @@ class Ranking(Report):
         if self.ranked:
             shown = self.ranked[: max(_MAX_LINES, len(compiled) + _MORE_LINES)]
             names, of_all = _apart([name_of(entry.setting) for entry in shown])
-            rows = [("rank", "setting", "GB", "host GB", "s/step", "estimated", "by")]
+            unit, scale = size_unit(max(entry.bytes, entry.figures.host_bytes) for entry in shown)
+            rows = [("rank", "setting", unit, f"host {unit}", "s/step", "estimated", "by")]
             for i, (entry, name) in enumerate(zip(shown, names, strict=True), start=1):
                 # A rank is among settings of the same kind: what is estimated does not compare with what is compiled.
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
-                sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.figures.host_bytes / 1e9:.1f}"
+                sizes = f"{entry.bytes / scale:.1f}", f"{entry.figures.host_bytes / scale:.1f}"
                 seconds = "unknown" if entry.seconds == math.inf else f"{entry.seconds:.4g}"
                 rows.append((f"{rank}", name, *sizes, seconds, estimated, by))
             if not any(entry.figures.host_bytes for entry in shown):
@@ -182,7 +184,7 @@ class Ranking(Report):
         if self.rejected:
             usable = f"{format_bytes(self.capacity_bytes, decimals=1)} usable"
             lines += ["", f"rejected ({len(self.rejected)}, the nearest first, {usable})"]
-            lines.append(textwrap.indent(_rejections(self.rejected, self.capacity_bytes), "  "))
+            lines.append(textwrap.indent(self._rejections(), "  "))
         if any(entry.figures.host_bytes for entry in (*self.ranked, *self.rejected)):
             lines += ["", f"host memory for each device: {host_memory(self.host_capacity_bytes)}"]
         if self.ranked and (waiting := len(self.ranked) - len(compiled)):
@@ -192,6 +194,37 @@ class Ranking(Report):
                 else f"{self.num_compiled} were, which --max-compiles bounds"
             )
             lines += ["", f"not compiled: {waiting} settings that fit by estimate and may be as fast or slower: {why}"]
+        return "\n".join(lines)
+
+    def _missing(self, entry: Ranked) -> float:
+        """Returns the bytes by which a rejected setting exceeds the memory, of its host if that is why."""
+        if entry.kind == "host":
+            return entry.figures.host_bytes - self.host_capacity_bytes
+        return entry.bytes - self.capacity_bytes
+
+    def _rejections(self) -> str:
+        """Returns the rejected settings, the nearest first: those too large as a table, the others by reason."""
+        name_of, groups = naming(self.rejected), dict[tuple[Any, ...], list[Ranked]]()
+        for entry in self.rejected:
+            alike = dataclasses.replace(entry.setting, num_microbatches=1)
+            groups.setdefault((alike, entry.kind, "" if entry.kind in _BY else entry.reason), []).append(entry)
+        rows, by_reason = [("setting", "GB", "short of", "by", "")], dict[str, list[str]]()
+        for (alike, kind, reason), entries in sorted(groups.items(), key=lambda item: min(map(self._missing, item[1]))):
+            counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
+            text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))
+            if kind not in _BY:
+                by_reason.setdefault(reason, []).append(text)
+                continue
+            least, most = min(entries, key=self._missing), max(entries, key=self._missing)
+            needed = [x.figures.host_bytes if kind == "host" else x.bytes for x in (least, most)]
+            sizes = dict.fromkeys(f"{size / 1e9:.1f}" for size in needed)
+            short = f"{self._missing(least) / 1e9:.1f}"
+            rows.append((text, " to ".join(sizes), short, _BY[kind], least.figures.note))
+        lines = [aligned(rows[: _MAX_REJECTED + 1], right={1, 2})] if rows[1:] else []
+        lines += _and_more(len(rows) - 1 - _MAX_REJECTED)
+        for reason, settings in by_reason.items():
+            lines += [f"{reason}:", *(f"  {setting}" for setting in settings[:_MAX_ALIKE])]
+            lines += _and_more(len(settings) - _MAX_ALIKE)
         return "\n".join(lines)
 
     def headline(self) -> str:
@@ -219,6 +252,11 @@ def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
     return lambda setting: f"batch={setting.batch_size} {setting}"
 
 
+def size_unit(sizes: Iterable[float]) -> tuple[str, float]:
+    """Returns the unit of a column of sizes, and its bytes: GB, or of small models MB, of which GB would show 0.0."""
+    return ("GB", 1e9) if max(sizes, default=math.inf) >= 1e8 else ("MB", 1e6)
+
+
 def host_memory(capacity_bytes: float) -> str:
     """Returns what is assumed of the memory of a host for each of its devices."""
     return (
@@ -233,28 +271,8 @@ def _apart(names: Sequence[str]) -> tuple[list[str], str]:
     return [" ".join(word for word in each if word not in common) for each in words], " ".join(common)
 
 
-def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:
-    """Returns the rejected settings, fewest bytes first: those too large as a table, the others by reason."""
-    name_of = naming(rejected)
-    groups: dict[tuple[Any, ...], list[Ranked]] = {}
-    for entry in rejected:
-        alike = dataclasses.replace(entry.setting, num_microbatches=1)
-        groups.setdefault((alike, entry.kind, "" if entry.kind in _BY else entry.reason), []).append(entry)
-    rows, by_reason = [("setting", "GB", "short of", "by", "")], dict[str, list[str]]()
-    for (alike, kind, reason), entries in sorted(groups.items(), key=lambda item: min(x.bytes for x in item[1])):
-        counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
-        text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))
-        if kind not in _BY:
-            by_reason.setdefault(reason, []).append(text)
-            continue
-        least, most = min(entries, key=lambda x: x.bytes), max(entries, key=lambda x: x.bytes)
-        sizes = dict.fromkeys(f"{entry.bytes / 1e9:.1f}" for entry in (least, most))
-        short = f"{(least.bytes - capacity_bytes) / 1e9:.1f}"
-        rows.append((text, " to ".join(sizes), short, _BY[kind], least.figures.note))
-    lines = [aligned(rows, right={1, 2})] if rows[1:] else []
-    for reason, settings in by_reason.items():
-        lines += [f"{reason}:", *(f"  {setting}" for setting in settings)]
-    return "\n".join(lines)
+def _and_more(number: int) -> list[str]:
+    return [f"  ... and {number:,} more"] if number > 0 else []
 
 
 def shortage(needed_bytes: float, capacity_bytes: float, *, note: str = "") -> str:

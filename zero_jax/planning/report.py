@@ -13,10 +13,9 @@ import numpy as np
 
 from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
-from zero_jax.planning.step_time import TimeEstimate, estimate_time
+from zero_jax.planning.step_time import ModelWork, TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.rules import PARTLY_SHARDED
@@ -24,7 +23,7 @@ from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import parse
 from zero_jax.training import CompilerOption, StepLoss, TrainState, trace_step_loss, trained_params
-from zero_jax.transforms import AttentionReport, ValueChoice, attention_report, resolve_remat, training_flops
+from zero_jax.transforms import AttentionReport, ValueChoice, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
@@ -165,17 +164,15 @@ class PlanReport(Report):
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         needed = "an unknown amount" if self.needed_bytes is None else format_bytes(self.needed_bytes)
-        verdict = (
-            f"{'fits' if self.fits else 'DOES NOT FIT'}: needs {needed} of {format_bytes(self.usable_bytes)} a device"
-        )
+        fits, plural = "fits" if self.fits else "DOES NOT FIT", "s" if self.batch_size > 1 else ""
         done = "compiled" if self.has_code else "scheduled, without code,"
         done += " before, in" if self.from_cache else " in"
         rows = {
-            "verdict": verdict,
+            "verdict": f"{fits}: needs {needed} of {format_bytes(self.usable_bytes)} a device",
             **({} if self.fits else {"what helps": self._what_helps()}),
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
             "hardware": f"{self.topology}: {self.num_devices} x {self.device_kind}, {axes}",
-            "batch": f"{self.batch_size} examples a step{microbatches}",
+            "batch": f"{self.batch_size} example{plural} a step{microbatches}",
             "remat": self.remat,
         }
         if self.time:
@@ -230,11 +227,11 @@ class PlanReport(Report):
             return ""
         rows = comms.compare(self.comms_estimate, self.comms).rows
         extra = sorted(rows, key=lambda row: row.estimated_bytes - row.measured_bytes)
-        size = format_bytes
+        size, least = format_bytes, 1e-3 * self.comms.sent_bytes  # scalars are summed, too
         shown = [
             f"{row.phase} over {row.axes} {size(row.measured_bytes)}, ideally {size(row.estimated_bytes)}"
             for row in extra[:_MAX_EXCESS]
-            if row.measured_bytes > _NEAR_IDEAL * row.estimated_bytes
+            if row.measured_bytes > max(_NEAR_IDEAL * row.estimated_bytes, row.estimated_bytes + least)
         ]
         return "; ".join([*shown, *(finding.message for finding in self.comms.findings[:_MAX_EXCESS])])
 
@@ -245,6 +242,11 @@ class PlanReport(Report):
             f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
             for name, sent in self.comms.by_network.items()
         )
+
+
+def by_time(report: PlanReport) -> tuple[bool, float]:
+    """Returns what plans are ordered by: whether one does not fit, and the seconds of its step, infinite if unknown."""
+    return not report.fits, report.time.step_seconds if report.time else math.inf
 
 
 def make_report(
@@ -258,25 +260,23 @@ def make_report(
     """Compiles a job in this process, as `compile_job` does, and reads the program."""
     mesh = job.mesh()
     state = job.state(mesh)
-    topology = parse(job.topology)
-    usable_bytes = topology.hardware.usable_bytes
+    hardware = parse(job.topology).hardware
     on_phase("tracing")
     loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
     traced = trace_step_loss(loss, state.variables, job.batch)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    attention = attentions_of(loss, state.variables, job.batch) if job.config.attention == "fused" else None
+    attention = loss.attentions(state.variables, job.batch) if job.config.attention == "fused" else None
     program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase, quick=quick)
     measured = time = None
     if not program.message:
         on_phase("reading the program")
         measured = memory.measure(program, layout=program.layout)
         time = _time_of(program, job, state, loss)
-    needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
     return PlanReport(
         name=name,
         topology=job.topology,
-        device_kind=topology.hardware.device_kind,
+        device_kind=hardware.device_kind,
         mesh=dict(mesh.shape),
         stage=job.config.stage,
         precision=precision_name(job.config.precision) or "custom",
@@ -285,9 +285,9 @@ def make_report(
         num_params=sum(x.size for x in jax.tree.leaves(state.params)),
         batch_size=job.batch_size,
         num_microbatches=job.config.num_microbatches,
-        fits=measured is not None and measured.total_bytes <= usable_bytes,
-        needed_bytes=needed_bytes,
-        usable_bytes=usable_bytes,
+        fits=measured is not None and measured.total_bytes <= hardware.usable_bytes,
+        needed_bytes=program.needed_bytes if measured is None else measured.total_bytes,
+        usable_bytes=hardware.usable_bytes,
         memory=measured,
         comms=None if measured is None else comms.measure(program, mesh=mesh),
         memory_estimate=estimated,
@@ -308,22 +308,14 @@ def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss)
     closed = loss.program.trace(*arguments).closed
     trained = trained_params(job.tx, state, loss.placement.precision, mesh=loss.placement.mesh)
     trained += [False] * len(jax.tree.leaves((state.model_state, arguments[1:])))
-    return estimate_time(
-        program.program,
-        mesh=loss.placement.mesh,
-        topology=parse(job.topology),
+    work = ModelWork(
         model_flops=training_flops(closed, trained),
         attention_flops=training_flops(closed, trained, attention_only=True),
         num_tokens=num_tokens,
         unit=unit,
-        has_code=program.has_code,
     )
-
-
-def attentions_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> AttentionReport:
-    """Reports the attentions of the loss of a step."""
-    placement, arguments = loss.placement, loss.shapes(variables, batch)
-    return attention_report(loss.program, *arguments, mesh=placement.mesh, axes=placement.axes)
+    mesh, topology = loss.placement.mesh, parse(job.topology)
+    return estimate_time(program.program, work, mesh=mesh, topology=topology, has_code=program.has_code)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

@@ -60,18 +60,20 @@ def _shown(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """What a step of a model computes, over all devices."""
+
+    model_flops: float  # operations of the loss and its gradients, without what is computed again
+    attention_flops: float = 0.0  # those of attention among them, counted whole
+    num_tokens: int  # tokens, or what `unit` says
+    unit: str = "tokens"
+
+
 def estimate_time(
-    program: Program,
-    *,
-    mesh: Mesh,
-    topology: Topology,
-    model_flops: float,
-    num_tokens: int,
-    unit: str = "tokens",
-    attention_flops: float = 0.0,
-    has_code: bool = True,
+    program: Program, work: ModelWork, *, mesh: Mesh, topology: Topology, has_code: bool = True
 ) -> TimeEstimate:
-    """Estimates a step by playing its schedule; operations, `attention_flops` among them, are over all devices."""
+    """Estimates a step of a model by playing the schedule of its program."""
     hardware = topology.hardware
     compute, links = _Compute(hardware, has_code=has_code), Links(mesh, topology, num_devices=program.num_devices)
     transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)
@@ -86,20 +88,20 @@ def estimate_time(
     )
     timeline = hlo.play(program, hlo.collectives(program), costs, transfers=transfers, copies=copies)
     step = max(timeline.total_seconds, 1e-12)
-    causal_flops = model_flops - attention_flops / 2
+    causal_flops = work.model_flops - work.attention_flops / 2
     peak = mesh.size * hardware.flops_per_second
     seconds = {name: x for name, x in vars(timeline).items() if name.endswith("_seconds") and name != "total_seconds"}
     return TimeEstimate(
         step_seconds=timeline.total_seconds,
         **seconds,
-        tokens_per_second=num_tokens / step,
-        unit=unit,
-        mfu=model_flops / (step * peak),
-        model_flops=model_flops,
+        tokens_per_second=work.num_tokens / step,
+        unit=work.unit,
+        mfu=work.model_flops / (step * peak),
+        model_flops=work.model_flops,
         assumptions=_assumptions(hardware, compute, has_network=bool(transfers), host_bytes=host_bytes),
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
-        device_flops_per_second=model_flops / (step * mesh.size),
+        device_flops_per_second=work.model_flops / (step * mesh.size),
         host_bytes=host_bytes,
         network_bytes=sum(transfer.total_sent_bytes for transfer in transfers),
     )

@@ -150,6 +150,7 @@ def lora_rules(like: Like, targets: str | Sequence[str]) -> dict[str, str]:
     for word in words:
         # With the dot a word matches components alone: `proj` is no end of `q_proj`.
         paths = [path for path, module in modules.items() if f".{module}".endswith(f".{word}")]
+        # PyTorch has linear layers as [out, in], and tables as they are.
         if word == ALL_LINEAR:
             paths = [path for path in modules if decoder.names[path].is_transposed and path != "head"]
         if not paths:
@@ -242,6 +243,7 @@ def _settings(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: init_lora_weights={quoted(start)} changes the base when PEFT loads the adapters: save them with "
             "path_initial_model_for_weight_conversion, which leaves the base as it is"
         )
+    # A setting that is off or empty is none, whatever release of PEFT wrote it.
     unknown = [key for key, value in config.items() if key not in _KNOWN and value not in (None, False, "none", [], {})]
     if unknown:
         raise ValueError(
@@ -262,6 +264,7 @@ def _leaves(path: pathlib.Path, decoder: _Decoder, tensors: Mapping[str, StoredT
     modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
     rules, train = {}, []
     for leaf, name in decoder.names.items():
+        # Adapters of some layers alone choose the leaf, too: `match` names the layers that are missing.
         labels, others = decoder.labels(leaf), (0,) * (name.num_indices - 1)
         stack = [(i, *others) for i in range(decoder.shapes[leaf][0])] if name.num_indices else [()]
         if labels and modules.intersection(name.of(index).rpartition(".")[0] for index in stack):
@@ -346,6 +349,7 @@ def export_peft(
 def _to_write(folder: str | os.PathLike[str], lora: Lora, decoder: _Decoder, dtype: Any) -> FolderToWrite:
     names = decoder.adapter_names(lora)
     targets, trained = (
+        # By their last part: PEFT takes them for the modules of all layers that end so.
         sorted({_module(decoder.names[path]).rpartition(".")[2] for path in paths})
         for paths in (lora.targets(decoder.structs), lora.trained(decoder.structs))
     )

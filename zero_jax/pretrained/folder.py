@@ -33,6 +33,10 @@ _MAX_JSON_BYTES = 1 << 27
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a folder's `config.json`."""
+    return _read_json(_checked(folder) / CONFIG)
+
+
+def _checked(folder: str | os.PathLike[str]) -> pathlib.Path:
     path = user_path(folder)
     if not path.is_dir():
         name = str(folder) if len(pathlib.PurePath(folder).parts) == 2 else "NAME"  # as the hub has it
@@ -40,12 +44,12 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} is no folder: give one with {CONFIG} and *.safetensors, as "
             f"`hf download {name} --local-dir {path.name}` makes of a model of the hub"
         )
-    return _read_json(path / CONFIG)
+    return path
 
 
 def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder's files by name, from the files' headers."""
-    path = user_path(folder)
+    path = _checked(folder)
     if not (path / INDEX).exists():
         if not (path / MODEL_FILE).exists():
             weights = sorted(
@@ -78,6 +82,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         if repeated:
             raise ValueError(f"{path / file} has {quoted(repeated[0])}, which {tensors[repeated[0]].path.name} has too")
         tensors |= of_file
+    # Tensors that the index lacks are none of an error here: who needs the others finds them left over.
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
             raise ValueError(
@@ -95,6 +100,7 @@ def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> Non
     for name in (CONFIG, *COMPANIONS):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
+        # The hub's cache has links to files, which lead to nothing when it was cleaned.
         elif os.path.lexists(folder / name):
             message = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
             warnings.warn(message, stacklevel=2)

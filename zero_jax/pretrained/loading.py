@@ -67,6 +67,7 @@ class HFModel:
         model = axis_size(mesh, config.axes_of(mesh).model)
         if model == 1 or config.param_specs is not None:
             return config
+        # A vocabulary that the axis does not divide, as GPT-2's 50,257, is left unsharded over it.
         specs = decoder.param_specs(self.config, vocab=self.config.vocab_size % model == 0, model_size=model)
         return dataclasses.replace(config, param_specs=specs)
 
@@ -139,6 +140,7 @@ class Pretrained(Report):
         made = run(params, tokens, jax.random.key(0) if key is None else key)
         if tokenizer is None:
             return made
+        # Tables of the hub are often padded: a model may choose tokens that its tokenizer does not have.
         return tokenizer.decode(np.asarray(made)[np.asarray(made) < tokenizer.vocab_size])
 
     @functools.cached_property
@@ -164,6 +166,7 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     hf_config = read_config(folder)
     try:
         config = decoder_config(hf_config)
+    # A config from outside has values of any type in any field, and numbers of any size.
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
     if config.num_extra_tokens and not _has_extra_layers(folder):
@@ -179,6 +182,7 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
 def _has_extra_layers(folder: str | os.PathLike[str]) -> bool:
     """Returns whether a checkpoint has the layers that its config names, which transformers does not save."""
     try:
+        # The product that only layers of this kind have.
         return any(".eh_proj." in name for name in read_tensors(folder))
     except ValueError:  # which is the error of who needs the tensors
         return True
@@ -238,6 +242,7 @@ def load_hf(
       (2, 32, 32)
     """
     check_arguments(folder=folder, mesh=mesh, config=config, seq_len=seq_len, dtype=dtype)
+    # All files are checked in all processes before any reads: gigabytes are not read for an error at the end.
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
         source = open_hf(folder, seq_len=seq_len)
         config = source.with_specs(mesh, config)

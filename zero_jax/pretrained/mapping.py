@@ -42,6 +42,7 @@ class LeafTensors:
     @property
     def dtype(self) -> Any:
         """The dtype that holds the values of all tensors."""
+        # Of float16 and bfloat16, as of float32 and either, only float32 has all values.
         dtypes = {tensor.dtype for tensor in self.tensors.values()}
         return jnp.dtype(dtypes.pop()) if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
@@ -60,12 +61,20 @@ class LeafTensors:
                 pass
         return out
 
-    def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes a slice of the param to the files."""
+    def write(self, index: Index, values: np.ndarray, written: Mapping[str, str]) -> None:
+        """Writes a slice of the param to the files; tensors that are `written`, of params by name, have to be equal."""
+        # One after another: each slice is cast in host memory, which threads would multiply.
         for position, tensor, tensor_index in self._parts(index):
             remedy = "save it as bfloat16 or float32"
             cast = cast_values(values[position], tensor.dtype, leaf=self.path, remedy=remedy)
-            self._view(tensor, "r+")[self._features(tensor_index)] = cast
+            place, other = self._features(tensor_index), written.get(tensor.name)
+            if other is None:
+                self._view(tensor, "r+")[place] = cast
+            elif self._view(tensor, "r")[place].tobytes() != cast.tobytes():
+                raise ValueError(
+                    f"params {other!r} and {self.path!r} have one tensor, {tensor.name!r}, and differ: give each a "
+                    "name of its own"
+                )
 
     def _parts(self, index: Index) -> Iterator[tuple[tuple[int, ...], StoredTensor, Index]]:
         """Yields the tensors of a slice, each with its index in the slice and the slice of the tensor."""
@@ -87,6 +96,7 @@ class LeafTensors:
         if self.name.part is None:
             return index
         start, stop, period = self.name.part
+        # Numbers and not a slice: the features of a part are not next to each other in the tensor.
         features = np.arange(self.shape[-1])[index[-1]]
         # Feature f of the param is in the period f // width of the tensor, there at start + f % width.
         return (*index[:-1], features // (stop - start) * period + start + features % (stop - start))
@@ -134,6 +144,7 @@ def _divides(dims: tuple[int, ...], parts: tuple[int, ...]) -> bool:
             size *= remaining.pop(0)
         if size != dim:
             return False
+    # What is left may be dims of one element.
     return math.prod(remaining) == 1
 
 
@@ -210,6 +221,7 @@ def check_parts(names: Mapping[str, TensorName]) -> None:
     parts: dict[tuple[str, int], list[tuple[tuple[int, int, int], str]]] = {}
     for path, name in names.items():
         if name.part is not None:
+            # By the first index too: of layers that are divided over several params each has tensors of its own.
             parts.setdefault((name.template, name.first), []).append((name.part, path))
     for (template, _), of_tensor in parts.items():
         end = 0

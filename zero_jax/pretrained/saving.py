@@ -1,8 +1,8 @@
 """Writes params as a folder of the hub: config, tokenizer, and safetensors files in the names of the family.
 
-The files appear all at once, by a rename. A single process writes its shards directly into the files. Several processes
-each write their shards to a file of their own, from which the first process fills the tensors: not all network file
-systems support a file that two processes write.
+The files appear all at once, by a rename, or one by one in a folder that is there already, the config last. A single
+process writes its shards directly into the files. Several processes each write their shards to a file of their own,
+from which the first process fills the tensors: not all network file systems support a file that two processes write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import Array, Shard
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
-from zero_jax.core.files.partial_folder import partial_folder
+from zero_jax.core.files.partial_folder import hidden_path, partial_folder, publish
 from zero_jax.core.files.safetensors import MODEL_FILE, StoredTensor, Tensor, create_files
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
@@ -181,6 +181,7 @@ def export_hf(
     )
     if params is not None:
         return save_arrays(folder, leaves_by_name(params))
+    # Adapters have the paths of params and a name below them: what they adapt is the run's model state.
     factors = sorted(x for x in saved.leaves if x not in folder.names and x.rpartition("/")[0] in folder.names)
     if factors:
         raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
@@ -190,14 +191,16 @@ def export_hf(
 
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
     """Writes arrays on the devices of any number of processes, which all call it."""
+    # What each process has by itself, such as arrays on the host, the first one writes.
+    divided = {path: x for path, x in leaves.items() if isinstance(x, jax.Array) and not x.is_fully_addressable}
+    pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items() if path not in divided}
     if jax.process_count() == 1:
-        pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, pieces)
     target = folder.target
 
     def begin() -> str:
         _check_free(target)
-        parts = target.parent / f".{target.name}.parts-{os.getpid()}"  # the files of all processes
+        parts = hidden_path(target, "parts")  # the files of all processes
         try:
             parts.mkdir(parents=True)
         except OSError as error:
@@ -205,23 +208,28 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
         return str(parts)
 
     def write() -> str:
-        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, _pieces_of_parts(parts, leaves))))
+        complete = pieces | _pieces_of_parts(parts, divided)
+        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, complete, parts=parts)))
 
     parts = pathlib.Path(from_first_process(begin))
     try:
         with Agreement(lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")):
-            _write_parts(parts / str(jax.process_index()), leaves.values())
+            _write_parts(parts / str(jax.process_index()), divided.values())
         return SavedHF(**json.loads(from_first_process(write)))
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces]) -> SavedHF:
-    """Writes a folder, under another name first, from slices of `leaves`, which have a shape and a dtype."""
+def write_folder(
+    folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces], *, parts: pathlib.Path | None = None
+) -> SavedHF:
+    """Writes a folder from slices of `leaves`, which have a shape and a dtype; it may have `parts` in it already."""
     plan, target = _plan_tensors(folder, leaves), folder.target
-    _check_free(target)
+    _check_free(target, parts)
+    # By name: params that share a tensor each write a part of it.
     tensors = list({tensor.name: tensor for each in plan.values() for tensor in each.values()}.values())
+    written: dict[str, str] = {}  # tensors, by the param that they are written of
     with partial_folder(target) as partial:
         limit = folder.max_file_bytes
         with create_files(partial, tensors, max_bytes=limit, metadata={}, name=folder.file) as stored:
@@ -230,7 +238,9 @@ def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mappi
                 shape, name = tuple(leaves[path].shape), folder.names[path]
                 leaf = LeafTensors(path=path, shape=shape, name=name, tensors=of_leaf)
                 for index, values in pieces[path]():
-                    leaf.write(index, values)
+                    leaf.write(index, values, written)
+                if name.part is None:  # parts do not overlap
+                    written |= dict.fromkeys((tensor.name for tensor in each.values()), path)
         num_files = len(list(partial.glob("*.safetensors")))
         if folder.companions is not None:
             copy_companions(folder.companions, partial)
@@ -238,7 +248,7 @@ def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mappi
             write_config(partial, folder.config, {tensor.name: tensor.dtype for tensor in tensors})
         for name, text in folder.texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        partial.rename(target)  # over an empty folder, too
+        publish(partial, target)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     return SavedHF(folder=str(target), num_files=num_files, num_tensors=len(tensors), num_bytes=num_bytes)
 
@@ -250,7 +260,7 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_FLOATS)}, or none")
     check_paths(leaves, folder.names)
     check_parts(folder.names)
-    plan, planned = {}, dict[str, Tensor]()
+    plan, planned = {}, dict[str, tuple[Tensor, bool]]()
     for path, leaf in leaves.items():
         own_dtype, name = jnp.dtype(leaf.dtype).name, folder.names[path]
         if own_dtype not in _FLOATS and dtype is None:
@@ -262,8 +272,10 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
             for tensor in [name.of(index)]
         }
         for tensor in plan[path].values():
-            if planned.setdefault(tensor.name, tensor) != tensor:
-                other = planned[tensor.name]
+            # A part does not go into a tensor that is written as a whole.
+            made = tensor, name.part is None
+            if planned.setdefault(tensor.name, made) != made:
+                other, _ = planned[tensor.name]
                 raise ValueError(
                     f"param {path!r} shares the tensor {tensor.name} with another one, which makes it {other.dtype}"
                     f"{list(other.shape)} and not {tensor.dtype}{list(tensor.shape)}: give a dtype of the files, or "
@@ -272,15 +284,15 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
     return plan
 
 
-def _check_free(target: pathlib.Path) -> None:
-    """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
+def _check_free(target: pathlib.Path, parts: pathlib.Path | None = None) -> None:
+    """Raises `ValueError` for a folder with more than `parts` in it, or below a checkpoint: nothing is overwritten."""
     check_outside(target)
+    # No link either, also to an empty folder: a folder cannot be renamed to it.
     if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
         raise ValueError(f"{target} is no folder: choose another one")
-    if os.path.exists(target) and any(target.iterdir()):
-        raise ValueError(
-            f"{target} has {printable(next(target.iterdir()).name)} in it: choose a folder that is new or empty"
-        )
+    others = [path.name for path in target.iterdir() if path != parts] if os.path.exists(target) else []
+    if others:
+        raise ValueError(f"{target} has {printable(others[0])} in it: choose a folder that is new or empty")
 
 
 def write_config(folder: pathlib.Path, hf_config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
@@ -326,6 +338,7 @@ def run_decoder(
 ) -> tuple[DecoderConfig, Mapping[str, Any], pathlib.Path | None]:
     """Returns the decoder of a run, as recorded in its `model`, its `config.json`, and the folder that has it."""
     config, absolute = _decoder(model), user_path(path).absolute()
+    # A run's folder, its folder of checkpoints, or that of a step.
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     source = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     hub_config = read_config(source) if source else hf_config(config)
@@ -379,6 +392,7 @@ def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[s
     for process, end in ends.items():
         with contextlib.suppress(OSError):
             # In a folder that processes do not share, their files are missing here.
+            # The size alone: each process has flushed its file, and has agreed, before this is called.
             if (parts / str(process)).stat().st_size == end:
                 continue
         raise ValueError(f"{parts / str(process)} is not complete here: save to a folder that all processes share")

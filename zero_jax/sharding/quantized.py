@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import brief, check_value, check_word
+from zero_jax.core.signatures import check_is
 from zero_jax.core.tree import PathPatterns, shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, are_names, axis_size
@@ -107,9 +108,9 @@ class Quantize:
 
 def check_quantize(quantize: Any) -> Quantize | None:
     """Returns the settings; raises `ValueError` for anything but a `Quantize` or None."""
-    if quantize is None or isinstance(quantize, Quantize):
-        return quantize
-    raise ValueError(f"quantize={shown(quantize)}: give a zero.Quantize, as zero.Quantize(gathers='int8'), or None")
+    remedy = "give a zero.Quantize, as zero.Quantize(gathers='int8'), or None"
+    check_is("quantize", quantize, Quantize | None, remedy=remedy)
+    return quantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

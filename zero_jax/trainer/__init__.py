@@ -19,7 +19,7 @@ from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, r
 from zero_jax.trainer.reporting.trackers import TrackedRun, Tracker
 from zero_jax.trainer.result import TrainResult
 from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import CONFIG_TITLE, discarding, hold
+from zero_jax.trainer.run_folder import CONFIG_TITLE, discarding, hold, is_run_config
 from zero_jax.trainer.trainer import Trainer
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "execute",
     "first_batch",
     "hold",
+    "is_run_config",
     "make_optimizer",
     "plot_runs",
     "prepare",

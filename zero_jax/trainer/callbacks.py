@@ -49,14 +49,13 @@ class Callback:
 
 def as_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
     """Returns callbacks of functions, and of objects with a method `on_step` and maybe a number `every`."""
-    if not isinstance(callbacks, Sequence):
-        raise ValueError(f"callbacks={shown(callbacks)}: give a list")
     made = []
     for i, given in enumerate(callbacks):
         what, function, every = f"callbacks[{i}]", getattr(given, "on_step", given), getattr(given, "every", 1)
         if isinstance(given, type):
             raise ValueError(f"{what}={shown(given)} is a class: give an object of it")
         check_takes(what, function, _ARGUMENTS, remedy=_REMEDY)
+        # A bool is an int of Python.
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"{what}: every={shown(every)}: give a number of steps, 1 at least")
         made.append(Callback(function, every))
@@ -91,7 +90,7 @@ def _calls_for_stop(callback: Callback, step: int, metrics: Mapping[str, Any], s
         error.add_note(f"{what} has raised this")
         raise
     try:
-        check_not_donated(state)
+        check_not_donated(state)  # now: the next step would fail without the callback's name
     except ValueError as error:
         why = f"has donated or deleted arrays of the state: let it copy them first ({error})"
         raise ValueError(f"{what} {why}") from error

@@ -33,6 +33,7 @@ def check_params_fit(init_fn: Callable[[jax.Array], PyTree], *, mesh: Mesh) -> N
     """Raises `ValueError` if the params are larger than all devices; `init_fn` is traced, not run."""
     with SHORT_TRACEBACK:
         params = jax.eval_shape(lambda key: checked_variables(init_fn(key)), key_shape())
+    # The params alone: how much gradients and optimizer state add depends on the stage and the optimizer.
     size = tree_bytes(params)
     device_bytes = _device_bytes(mesh)
     # As if all params were sharded over all devices: no stage needs less.

@@ -60,6 +60,7 @@ def begin(run: Run) -> Start:
             return _checked(run, checkpoint.restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = checkpoint.find_restorable(config.init_from)
+            # The checkpoint is of a base, and the optimizer is for its adapters.
             if model.base_init_fn is not None:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
             restored = checkpoint.restore(folder, step=step, params_only=True, key=key, **options)
@@ -82,6 +83,7 @@ def _accept(extra: Mapping[str, Any]) -> None:
         missing = {"data", "noise_scale", "config", "is_evaluated"} - extra.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        # The file may be forged, or of a loop of the user's own with entries of the same names.
         whole_number(mapping(extra["data"]).get("position"))
         mapping(extra["config"])
         flag(extra["is_evaluated"])

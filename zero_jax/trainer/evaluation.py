@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.core.text_tables import Report, aligned
+from zero_jax.core.text_tables import Report, aligned, format_figure
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
 from zero_jax.trainer.inputs.sources import BatchesEnded, Together
-from zero_jax.trainer.run import Model, RunInput, TrainConfig, open_text
+from zero_jax.trainer.run import Model, RunInput, TrainConfig, check_kinds, open_text
 from zero_jax.training import TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
 
@@ -39,7 +39,7 @@ class Evaluation(Report):
     figures: Mapping[str, float]
 
     def __str__(self) -> str:
-        rows = {"data": self.data, "loss": f"{self.loss:.4f}"}
+        rows = {"data": self.data, "loss": format_figure(self.loss, decimals=4)}
         rows |= {} if self.perplexity is None else {"perplexity": f"{self.perplexity:.4g}"}
         return aligned((rows | {name: f"{value:.4g}" for name, value in self.figures.items()}).items())
 
@@ -66,6 +66,7 @@ def evaluate(
     Raises:
       ValueError: as `prepare`; or a model of the user's own without batches to validate on.
     """
+    check_kinds(config, model)
     if isinstance(model, OwnModel):
         data: RunInput = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
     else:
@@ -95,6 +96,7 @@ class Validation:
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
         """Returns the `means` of params, and the `ema_loss` of their moving average if the optimizer has one."""
+        # Both on all batches: a signal between them leaves the validation without a result.
         means, ema = self.means(state.variables, goes_on=goes_on), ema_params(state.opt_state)
         if means is None or ema is None:
             return means
@@ -110,6 +112,7 @@ class Validation:
         weights, losses, figures = list[PartWeight](), list[float](), list[dict[str, float]]()
         for batch in self._placed():
             metrics = self._evaluate(params, batch)
+            # Waits: batches ahead of the devices would fill their memory.
             weights.append(jax.device_get(metrics.weight or self._data.weight(batch)))
             losses.append(float(metrics.loss))
             figures.append(self._data.figures(metrics.aux))

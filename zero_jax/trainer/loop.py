@@ -96,7 +96,7 @@ class _Training:
         self.run, self.config = run, run.config
         config, mesh = run.config, run.mesh
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
-        if not self.is_first:
+        if not self.is_first:  # all processes run the same code; one of them speaks
             log, terminal = lambda _: None, None
         self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
         self.preemption = Preemption(log=self.log)
@@ -125,7 +125,7 @@ class _Training:
         save_config(run.folder, run.saved_config)
         self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         stack.callback(self.console.close)
-        self.log = self.console.line
+        self.log = self.console.line  # from here on above the bar
         for line in (self._describe(), *start.lines):
             self.say(line)
         self.sample = None if run.input.sampler is None else run.input.sampler.on(mesh)
@@ -165,11 +165,12 @@ class _Training:
             self.say(advice)
         # After the last save is complete: a sample that fails costs no state.
         sample = self._log_sample() if status in ("done", "stopped", "unsaved") else ""
-        self.console.close()
+        self.console.close()  # the last lines stay, and the bar does not
         self._beat("end")
         losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
         loss_curve = self._draw(losses) if self.is_first else None
         if self.is_first:
+            # To a launcher, as a script may end with 0 whatever the status of its run is.
             report_end(EXIT_STATUS[status] if status.startswith("preempted") else 0)
         return self._result(status, losses, sample=sample, loss_curve=loss_curve)
 
@@ -281,6 +282,7 @@ class _Training:
             return "preempted"
         with _Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
+                # While the devices are busy with the new step, the metrics of the one before are read.
                 self._read_waiting(self._dispatch(profiler))
                 status = self._end_early() if self.waiting is None else self._after_step(profiler)
                 if status is not None:
@@ -334,6 +336,7 @@ class _Training:
 
     def _end(self, status: str, loss: float | None) -> str:
         """Evaluates the state, unless its validation loss is known, and saves it; returns the status of the end."""
+        # The last state is judged and kept whatever the intervals are.
         loss = self._evaluate(is_last=True) if loss is None else loss
         if not self.saver.has(self.step):
             if not self._save(loss, is_last=True, has_read_more=self._may_have_read_more()):
@@ -357,6 +360,7 @@ class _Training:
 
     def _may_have_read_more(self) -> bool:
         """Returns whether a batch may be read that no step has used: in some of several processes, or here."""
+        # What other processes have read is not known here, and after an error they cannot be asked.
         return jax.process_count() > 1 or self.position != self.batches.position
 
     def _dispatch(self, profiler: _Profiler) -> Dispatched | None:

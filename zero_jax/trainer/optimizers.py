@@ -15,6 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.field_checks import check_fields, check_value, hinted
+from zero_jax.core.signatures import check_is
 from zero_jax.core.tree import PathPatterns, leaf_names, path_name
 from zero_jax.sharding.precision import floating_dtype
 from zero_jax.training import check_decay, params_ema, round_state
@@ -190,7 +191,7 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     if schedule == "wsd":
         fraction = config.decay_fraction
         assert fraction is not None
-        decay_steps = max(1, round(num_steps * fraction))
+        decay_steps = max(1, round(num_steps * fraction))  # of a short run the share may be none
         if warmup_steps + decay_steps > num_steps:
             raise ValueError(
                 f"decay_fraction={fraction} of {num_steps} steps are {decay_steps}, which leaves no room for "
@@ -214,6 +215,7 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
       >>> hasattr(tx, "update")
       True
     """
+    check_is("config", config, OptimizerConfig, remedy="give a zero.trainer.OptimizerConfig")
     optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
     options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
     nu_dtype = options.pop("nu_dtype", None)  # not optax's to cast
@@ -222,6 +224,7 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     tx = optimizer.make(schedule, weight_decay=config.weight_decay, mask=mask, **options)
     if nu_dtype is not None:
         tx = round_state(tx, "nu", nu_dtype)
+    # Last, so that the average is of the params after the update.
     if config.ema_decay is not None:
         tx = optax.chain(tx, params_ema(config.ema_decay))
     return tx if config.no_decay is None else _with_checked_paths(tx, config.no_decay)
@@ -289,6 +292,7 @@ _DTYPES = ("mu_dtype", "nu_dtype")
 _OPTIONS = ("beta1", "beta2", "epsilon", "momentum", *_DTYPES)
 _MOMENTS = {"mu_dtype": ("mu_dtype", None), "nu_dtype": ("nu_dtype", None)}
 _OPTIMIZERS: Mapping[str, _Optimizer] = {
+    # A `beta2` of 0.95, as GPT-3 and Llama have it: with optax's 0.999 a burst of large gradients is felt for longer.
     "adamw": _Optimizer(
         3e-3,
         ("beta1",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 import threading
 import time
@@ -12,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cluster import EXIT_CODE as SAVED
-from zero_jax.core.text_tables import Report
+from zero_jax.core.files.json_lines import whole_file
+from zero_jax.core.text_tables import Report, format_figure
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run, values_of
 
 # What a process exits with, and what is said of the end, by status.
@@ -98,14 +98,14 @@ class TrainResult(Report):
         if rate is None:
             unit, rate = "examples", math.nan if self.examples_per_second is None else self.examples_per_second
         speed = "" if math.isnan(rate) else f", {rate:,.0f} {unit}/s"
-        validation = []
+        losses = [("training loss", self.first_train_loss, self.final_train_loss)]
         if self.first_validation_loss is not None and self.final_validation_loss is not None:
-            validation = [f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}"]
+            losses.insert(0, ("validation loss", self.first_validation_loss, self.final_validation_loss))
+        shown = [(name, *(format_figure(x, decimals=3) for x in ends)) for name, *ends in losses]
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "
             f"{self.train_seconds:.0f} s{skipped}{speed}{_ENDS[self.status][1]}",
-            *validation,
-            f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
+            *(f"{name:<15}  {first} -> {last}" for name, first, last in shown),
             f"loss curve       {self.loss_curve} (figures in metrics.jsonl and config.json beside it)"
             if self.loss_curve
             else f"no loss curve    (figures in {self.directory}/metrics.jsonl)",
@@ -133,13 +133,11 @@ def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: 
     failures: list[str] = []
 
     def draw() -> None:
-        partial = path.with_name(f".partial-{path.name}")
         try:
-            plot_runs(partial, [run], title=title)
-            os.replace(partial, path)
+            with whole_file(path) as partial:
+                plot_runs(partial, [run], title=title)
         except Exception as error:  # the run is done and saved, and must not fail because of a figure
             failures.append(str(error) or type(error).__name__)
-            partial.unlink(missing_ok=True)
 
     started = time.monotonic()
     # A daemon, which does not keep the process from its end if it takes too long.

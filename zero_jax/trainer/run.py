@@ -30,10 +30,10 @@ from zero_jax.checkpoint import (
     resolve_folder,
 )
 from zero_jax.core.agreement import Agreement, agree_on, from_first_process
-from zero_jax.core.field_checks import check_fields, hinted
+from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import mapping, user_path
-from zero_jax.core.signatures import check_takes
+from zero_jax.core.signatures import check_arguments, check_is, check_takes
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
@@ -200,8 +200,7 @@ class TrainConfig:
         """Raises `ValueError` for invalid values."""
         check_fields(self, lowest=_LOWEST, highest=_HIGHEST)
         for name, kind in _PARTS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name}={shown(getattr(self, name))}: give a {kind.__name__}")
+            check_is(name, getattr(self, name), kind, remedy=f"give a {kind.__name__}")
         object.__setattr__(self, "zero", _chosen(self.zero))
         if self.name is not None:
             check_name(self.name)
@@ -305,6 +304,8 @@ def prepare(
       OtherProcessFailed: in the other processes, where one alone refuses something.
     """
     with Agreement():
+        check_kinds(config, model)
+        check_arguments(callbacks=callbacks, trackers=trackers)
         called = as_callbacks(callbacks)
         # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
@@ -316,24 +317,19 @@ def prepare(
         check_params_fit(model.init_fn, mesh=mesh)
         if tx is None and config.epochs is None:
             make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
-        run_input = _input_of(config, model, mesh, log)
-        if isinstance(run_input, OwnInput):
-            config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
-        if config.epochs is not None:
-            config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+        config, run_input = _with_input(config, model, mesh, log)
         schedule = None
         if tx is None:
             schedule = make_schedule(config.optimizer, num_steps=config.steps)
             tx = make_optimizer(config.optimizer, num_steps=config.steps)
         if config.init_from is not None and config.resume == "never":
             find_restorable(config.init_from)  # before there is a folder
-        skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
-        specs = model.param_specs if specs is None and config.model_axis > 1 else specs
-        zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
+        zero = _zero_of(config, model)
         train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
         if jax.process_count() > 1:
             # Before the state is made: initialization with other shapes in one process ends in an abort.
             train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
+        # Last: what is refused above leaves no folder behind.
         folder, has_new_folder = make_folder(
             user_path(config.out),
             config.name,
@@ -357,6 +353,17 @@ def prepare(
         )
 
 
+def check_kinds(config: Any, model: Any) -> None:
+    """Raises `ValueError` for what is no config of a run, and no model."""
+    remedy = "give a zero.TrainConfig, as zero.TrainConfig(zero=zero.ZeroConfig(stage=3))"
+    check_is("config", config, TrainConfig, remedy=remedy)
+    check_is("model", model, Model | OwnModel, remedy="give a zero.trainer.OwnModel, or a zero.trainer.Model of text")
+    check_value("name", model.name, str)
+    # With one device along `model` they are not used, and what is none of them is refused all the same.
+    if config.model_axis == 1:
+        check_arguments(param_specs=model.param_specs)
+
+
 def _mesh_of(config: TrainConfig) -> Mesh:
     """Returns the mesh of a run; raises `ValueError` for other devices than there are, or a process without one."""
     devices = jax.devices()
@@ -367,6 +374,7 @@ def _mesh_of(config: TrainConfig) -> Mesh:
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, leave it out to use all{more}"
         )
+    # `data` takes what these leave.
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
@@ -378,9 +386,27 @@ def _mesh_of(config: TrainConfig) -> Mesh:
     return mesh
 
 
-def _input_of(config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]) -> RunInput:
-    if isinstance(model, Model):
-        return open_text(config, model, mesh, log)
+def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
+    """Returns `config.zero` with the trainer's additions: what the model says of its sharding, and skipped steps."""
+    skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+    return dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
+
+
+def _with_input(
+    config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]
+) -> tuple[TrainConfig, RunInput]:
+    """Returns the data of a run, and its config with what the data decide: the steps, and the size of own batches."""
+    run_input = open_text(config, model, mesh, log) if isinstance(model, Model) else _own_input(config, model, mesh)
+    if isinstance(run_input, OwnInput):
+        config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+    # From here on the number of steps is known, whichever way it was given.
+    if config.epochs is not None:
+        config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+    return config, run_input
+
+
+def _own_input(config: TrainConfig, model: OwnModel, mesh: Mesh) -> OwnInput:
     for name in TEXT_FIELDS:
         if getattr(config, name) != getattr(TrainConfig, name):
             raise ValueError(
@@ -492,6 +518,7 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
     if config.checkpoints is None:
         return
     folder = resolve_folder(_checkpoints_of(config, user_path(config.out) / name))
+    # A folder beside other runs' may be in use by a run whose own folder is elsewhere.
     if (folder / LOCK).exists():
         FolderLock(folder / LOCK).check()
     if config.resume == "never" and list_step_folders(folder):

@@ -17,11 +17,13 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import mapping, parse_json, read_file
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
 CONFIG_TITLE = "the options of this run that are set"  # with which a run's config.toml begins
 _CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 2**24
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
 
 
@@ -54,6 +56,7 @@ def make_folder(
     for a name that is used elsewhere.
     """
     names, is_new = [folder_name(name, default_name)], False
+    # A resumed run goes on in the folder of the default name, and a new one finds a name that is free.
     if name is None and not resume:
         names += [f"{names[0]}-{i}" for i in range(2, 10_000)]
 
@@ -66,7 +69,11 @@ def make_folder(
                 is_new = not (out / candidate).exists()
                 # Of two runs that start at once `mkdir` lets one have the name.
                 (out / candidate).mkdir(parents=True, exist_ok=resume)
-                _check_config(out / candidate / _CONFIG)
+                if (config := out / candidate / _CONFIG).exists() and not is_run_config(config):
+                    raise ValueError(
+                        f"{config} is not the config of a run, which would be written over it: choose another name, or "
+                        "move that file"
+                    )
                 return str((out / candidate).absolute())
             except FolderInUse:
                 if len(names) == 1:
@@ -83,17 +90,19 @@ def make_folder(
     return pathlib.Path(from_first_process(make)), is_new
 
 
-def _check_config(path: pathlib.Path) -> None:
-    """Raises `ValueError` for a config in the folder of a run that no run wrote, as that of a model of the hub."""
-    if not path.exists():
-        return
+def is_run_config(path: pathlib.Path) -> bool:
+    """Returns whether a file is the `config.json` of a run, and not that of a model of the hub, or something else.
+
+    Example:
+      >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
+      >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx).train(log=str)
+      >>> zero.trainer.is_run_config(folder / "first" / "config.json")
+      True
+    """
     with contextlib.suppress(ValueError):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and {"model", "zero", "optimizer"} <= config.keys():
-            return
-    raise ValueError(
-        f"{path} is not the config of a run, which would be written over it: choose another name, or move that file"
-    )
+        config = mapping(parse_json(read_file(epath.Path(path), limit_bytes=_MAX_CONFIG_BYTES)))
+        return {"model", "zero", "optimizer"} <= config.keys()
+    return False
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Executes a compiled program on the host: arrays are cut into the shards that its devices would hold."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -44,7 +42,7 @@ class Execution:
 
     def __init__(self, compiled: Any, mesh: Mesh):
         self._devices = list(mesh.devices.flat)
-        self._kept = kept_arguments(compiled)
+        self._kept = kept_arguments(compiled)  # JAX drops arguments that a program does not read
         # Those of arguments that the program does not have are left out, too.
         self._inputs = jax.tree.leaves(compiled.input_shardings)
         self._outputs = jax.tree.leaves(compiled.output_shardings)

@@ -1,7 +1,5 @@
 """A train step on one device in plain optax: what a compiled step is compared with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -46,7 +44,7 @@ class Reference:
 
     def state(self, key: jax.Array, like: training.TrainState) -> training.TrainState:
         """Returns an initial train state, with the leaves of an abstract one."""
-        plain = training.ZeroConfig(stage=0, precision=self.config.precision)
+        plain = training.ZeroConfig(stage=0, precision=self.config.precision)  # nothing is sharded, coded or on hosts
         state = training.init_state(self.init_fn, self.tx, key, mesh=self.mesh, config=plain)
         # The compiled step takes errors of gradients where it has error feedback, which the plain config has not.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grad_errors)
@@ -60,6 +58,7 @@ class Reference:
         self, state: training.TrainState, updated: Updated, *, like: training.TrainState
     ) -> training.TrainState:
         """Returns a state with new params, optimizer state and model state, in the dtypes of an abstract one."""
+        # The compiled step has params in the dtypes of its policy: both begin from the same rounded values.
         cast = lambda tree: jax.tree.map(lambda x, y: x.astype(y.dtype), updated.master, tree)  # noqa: E731
         return dataclasses.replace(
             state,
@@ -96,7 +95,7 @@ class Reference:
     ) -> tuple[PyTree, PyTree]:
         """Returns the new params and optimizer state."""
         clipped = grads
-        if self.config.norm_limit is not None:
+        if self.config.norm_limit is not None:  # optax's own: that of the step is what is tested
             clipped, _ = optax.clip_by_global_norm(self.config.norm_limit).update(grads, optax.EmptyState())
 
         def at(params: PyTree) -> tuple[jax.Array, PyTree]:

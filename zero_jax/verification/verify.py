@@ -1,7 +1,5 @@
 """Compares the numbers of a train step that was compiled for hardware that is not there with one device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time
@@ -25,7 +23,7 @@ from zero_jax.verification.execution import Execution, Sharded, host_array
 from zero_jax.verification.reference import Reference, Updated
 
 # What is left of a relative difference when nothing is wrong, by what rounds most. Of float32 it is sums in another
-# order; of less, each product and each format of what is sent.
+# order; of less, each product and each format of what is sent. Others have four times their rounding, as bfloat16.
 _TOLERANCES: Mapping[str, float] = {
     "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "int8": 5e-2, "fp8": 1e-1, "int4": 5e-1,
 }  # fmt: skip
@@ -211,7 +209,8 @@ def verify_job(
         compiled = lowered.compile(compiler_options=dict(job.compiler_options or {}))
         compile_seconds = time.perf_counter() - started
         reference = Reference(loss_fn=job.loss_fn, init_fn=job.init_fn, tx=job.tx, config=job.config)
-        execution, comparison = Execution(compiled, mesh), _Comparison(reference, tolerance or _tolerance(job.config))
+        tolerance = tolerance or _tolerance(job.config, abstract.masters)
+        execution, comparison = Execution(compiled, mesh), _Comparison(reference, tolerance)
         state, leaves, run_seconds = reference.state(jax.random.key(seed), abstract), [], 0.0
         for step in range(num_steps):
             on_phase(f"running step {step + 1} of {num_steps}")
@@ -228,6 +227,7 @@ def verify_job(
         device_kind=mesh.devices.flat[0].device_kind,
         mesh=dict(mesh.shape),
         stage=job.config.stage,
+        # Integers are allowed nothing: any difference of theirs comes first.
         leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.difference / max(leaf.allowed, 1e-30))),
         left_out=tuple(left_out),
         warned=tuple(dict.fromkeys(str(x.message) for x in warned)),
@@ -257,13 +257,17 @@ def _check_same_keys(job: Job, mesh: Any) -> None:
         )
 
 
-def _tolerance(config: ZeroConfig) -> float:
+def _tolerance(config: ZeroConfig, params: PyTree) -> float:
     """Returns the relative difference that a step's dtypes and formats explain."""
     precision, quantize = resolve_precision(config.precision), config.resolved_quantize()
-    names = {str(dtype) for dtype in (precision.compute, precision.reduce, precision.param) if dtype is not None}
+    dtypes = {precision.compute, precision.reduce, precision.param} - {None}
+    if precision.compute is None:  # each product is in the dtypes of the params themselves
+        dtypes |= {x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)}
+    tolerances = [_TOLERANCES.get(str(dtype)) or 4 * float(jnp.finfo(dtype).eps) for dtype in dtypes]
     for formats in () if quantize is None else (quantize.gathers, quantize.grads):
-        names |= set(formats.values()) if isinstance(formats, Mapping) else {formats}
-    return max(_TOLERANCES.get(name, 0.0) for name in names | {"float32"} if name)
+        names = formats.values() if isinstance(formats, Mapping) else [formats]
+        tolerances += [_TOLERANCES[name] for name in names if name]
+    return max([_TOLERANCES["float32"], *tolerances])
 
 
 # By identity (`eq=False`) it has a hash, as `jit` needs of a static argument.

@@ -4,10 +4,11 @@
 does not need.
 """
 
-from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow, estimate, sharded_residual_bytes
+from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow, estimate
 from zero_jax.analysis.comms.findings import Finding
 from zero_jax.analysis.comms.measured import CommsComparison, CommsReport, compare, measure
 from zero_jax.analysis.comms.rows import Row, ScheduledOverlap
+from zero_jax.analysis.memory.residuals import sharded_residual_bytes
 
 Comparison = CommsComparison  # as it is called from outside, `zero.comms.Comparison`
 

@@ -36,6 +36,7 @@ from zero_jax.training import (
 from zero_jax.transforms import DeviceSum, resolve_schedule
 
 Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
+# Traces and states name dtypes as NumPy does, programs as HLO does; rows of both are compared.
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
 # The collectives of each step of a sum of devices' own gradients
 _SUMMED_BY = {"scatter": ("all-to-all",), "parts": ("all-to-all", "all-gather"), "all": ("all-reduce",)}
@@ -145,7 +146,7 @@ def estimate(
     params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
-        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}
+        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}  # any: else no backward pass
         rows += param.rows(has_grad=is_needed, gathered_in=gathered_in)
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
@@ -154,7 +155,9 @@ def estimate(
     rows += [_of_move(move) for move in (traced.moves if traced else ())]
     return CommsEstimate(
         rows=_summed(rows),
-        num_params=sum(param.num_elements * axis_size(mesh, param.stays) for param in params),
+        num_params=sum(
+            param.num_elements * axis_size(mesh, param.stays) for param in params
+        ),  # experts that stay whole
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
         networks=networks(mesh),
@@ -167,7 +170,7 @@ def _traffic_of_params(
     """Returns the traffic of each floating param; experts that activations go to, by the trace, stay where they are."""
     stored = zip(jax.tree.leaves(placement.params), jax.tree.leaves(state.masters), strict=True)
     floats = [leaf for leaf, x in stored if jnp.issubdtype(x.dtype, jnp.inexact)]
-    sent = {move.axes for move in (traced.moves if traced else ())}
+    sent = {move.axes for move in (traced.moves if traced else ())}  # activations that go to experts take these axes
     stays = [leaf.of_experts if leaf.of_experts in sent else () for leaf in floats]
     return [_LeafTraffic(leaf, placement, config, stays=x) for leaf, x in zip(floats, stays, strict=True)]
 
@@ -205,28 +208,6 @@ def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
     return f"some of what moves over {axes_name(model_axes)}: {traced.unknown}" if traced.unknown else ""
 
 
-def sharded_residual_bytes(
-    *, num_layers: int, batch: int, seq: int, hidden: int, model: int, bytes_per_element: int = 2
-) -> float:
-    """Returns what a device sends more in a step when residuals are sharded over `model` (P_a, paper section 8).
-
-    One more all-gather of `[seq, hidden]` for each block and sample, before the block is recomputed.
-
-    Args:
-      num_layers: Blocks whose inputs are saved.
-      batch: Samples that one model replica holds in a step.
-      seq: Length of a sample.
-      hidden: Features.
-      model: Size of the `model` axis.
-      bytes_per_element: Of a residual.
-
-    Example:
-      >>> zero.comms.sharded_residual_bytes(num_layers=2, batch=8, seq=128, hidden=64, model=2)
-      131072.0
-    """
-    return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model
-
-
 class _LeafTraffic:
     """What one device sends in a step for a leaf, which is stored in one dtype and used in another (`compute`)."""
 
@@ -248,6 +229,7 @@ class _LeafTraffic:
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe, *stays))
         precision = placement.precision
         self.stored = precision.master or leaf.dtype
+        # Where the params are the master params, as at stage 3, there is no copy in low precision to gather.
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
         self.compute = precision.compute or stored_param
 
@@ -267,6 +249,7 @@ class _LeafTraffic:
         if param_axes:
             gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
             yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
+            # What is not kept is dropped after its use in the forward pass, and gathered again for the backward pass.
             if not (self.config.keep_gathered or self.is_of_ticks):
                 yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
         # The update gathers over the axes that shard the master params and not the params.
@@ -279,7 +262,7 @@ class _LeafTraffic:
         """Yields what moves between the stages that store layers, or features of all, and those that run them."""
         placement, kind = self.placement, "collective-permute"
         share = self.schedule.moved_share(placement.num_stages)
-        if self.pipe and not self.of_layers:
+        if self.pipe and not self.of_layers:  # each stage has features of all layers, and needs all of its own
             share, kind = 1 - 1 / placement.num_stages, "all-to-all"
         if not self.pipe or not share:
             return
@@ -298,6 +281,7 @@ class _LeafTraffic:
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
         placement, dims, to = self.placement, self.leaf.dims, self.leaf.update_dims
+        # Master params of an optimizer of matrices are sharded along the layers: each matrix is whole on some device.
         steps = itertools.pairwise([dims, *steps_by_dim(dims, 0, to[0])] if to else [])
         moves = [self.share(old, self.on_data((new[0][len(old[0]) :],))) for old, new in steps]
         if placement.params_are_masters:
@@ -354,7 +338,7 @@ class _LeafTraffic:
         how = DeviceSum(mesh=self.mesh, axes=axes, over=over, dims=dims, coding=blocks, coded=placement.grad_axes)
         for step in how.steps(self.leaf.shape):
             along, elements = self.share(step.before, step.axes)
-            moves = [(along, elements * (2 if step.kind == "all" else 1))]
+            moves = [(along, elements * (2 if step.kind == "all" else 1))]  # an all-reduce scatters and gathers
             for kind in _SUMMED_BY[step.kind]:
                 yield from _rows(kind, moves, blocks if step.is_coded else dtype, phase, times)
 
@@ -375,7 +359,7 @@ class _LeafTraffic:
     def moves(self, states: Sequence[Dims]) -> Iterator[Move]:
         """Yields what a device sends from each of some dims to the next, which gathers or scatters the leaf."""
         for pair in itertools.pairwise(states):
-            fewer, more = sorted(map(self.on_data, pair), key=len)
+            fewer, more = sorted(map(self.on_data, pair), key=len)  # a gather drops axes, a scatter adds them
             axes = tuple(x for x in self.mesh.axis_names if x in {*more} - {*fewer} and self.mesh.shape[x] > 1)
             if axes:
                 whole = self.num_elements / axis_size(self.mesh, fewer)

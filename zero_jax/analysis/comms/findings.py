@@ -55,6 +55,7 @@ def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | No
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
     model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
     parts = (math.prod(leaf.global_dims) / max(math.prod(leaf.dims), 1) for leaf in leaves)
+    # A program that shards no more than the model's own axes do is no ZeRO: its all-reduces are what is wanted.
     sharded = not leaves or max(parts, default=1) > model
     shapes = {leaf.path_in_group: leaf.global_dims for leaf in params}
     shapes |= {f"{MODEL_STATE}/{x.path_in_group}": x.global_dims for x in leaves if x.group == MODEL_STATE}
@@ -81,6 +82,7 @@ def carries_data(axes: Sequence[str]) -> bool:
 
 def carries_batch(axes: Sequence[str]) -> bool:
     """Returns whether `data` or `replica` may be among mesh axes, by their names: any but the model's own."""
+    # The axes of a role may have numbers, as `model_0` and `model_1`.
     return any(axis != "model" and not axis.startswith("model_") for axis in axes)
 
 
@@ -105,7 +107,7 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
 def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:
     """Returns whether an all-reduce is of activations, by the operation that it stands for."""
     operation = row.op_name.rpartition("/")[2]
-    if row.is_named or (row.param and is_gradient):
+    if row.is_named or (row.param and is_gradient):  # the scope of a gather, or the shape of a param, says what it is
         return False
     return OF_ALL in row.op_name or operation.startswith(("gather", "scatter", "sort", "ragged_dot", "dot_general"))
 
@@ -133,7 +135,7 @@ def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], 
     for param, count in times.items():
         row = max(gathers[param], key=lambda row: row.full_bytes)
         extra = (count - usual) * row.full_bytes
-        if count > 2 * usual and extra >= large:
+        if count > 2 * usual and extra >= large:  # a tied embedding is used twice as often as the others
             message = (
                 f"{param!r} is gathered {count:g} times in a step ({format_bytes(row.full_bytes, decimals=1)} each), "
                 f"others {usual:g} times: expected one gather in the forward and one in the backward pass"
@@ -155,8 +157,10 @@ def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
 
 def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:
     for row in rows:
+        # Over the stages of a pipeline activations have to move.
         between_stages = all(axis == "pipe" or axis.startswith("pipe_") for axis in row.axes)
         exchange = row.kind == "all-to-all" or (row.kind == "collective-permute" and not between_stages)
+        # Without the names of params a gather may be of any; integers are tokens, or codes of quantized params.
         gather = row.kind == "all-gather" and has_params and set(row.dtypes) <= _WIDE | _NARROW
         is_meant = row.is_named or row.phase == "update" or SENT in row.op_name
         if not (exchange or gather) or is_meant or not carries_data(row.axes):

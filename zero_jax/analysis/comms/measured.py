@@ -57,6 +57,7 @@ class CommsReport(SentBytes, Report):
     def __str__(self) -> str:
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
+            # XLA unrolls loops, and cuts collectives into several: a reader wants one line for what moves the same.
             key = (row.kind, row.axes, row.dtype, row.phase, row.param, row.op_name, row.source)
             groups.setdefault(key, []).append(row)
         ordered = sorted(groups.values(), key=lambda rows: -_total(rows))
@@ -128,6 +129,7 @@ def measure(
         # An argument on a single device may have a mesh of that one alone.
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
     rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
+    # The program of one of several slices has fewer devices than its mesh, too, but known axes.
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):
         raise ValueError(
             f"the program was compiled for {program.num_devices} devices, and the mesh {dict(mesh.shape)} has "
@@ -226,7 +228,7 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
 def _between_slices(program: Program) -> tuple[Finding, ...]:
     """Reports the traffic between slices, which the XLA:TPU program of one slice passes to the host's network."""
     sums, counts = collections.Counter[str](), collections.Counter[str]()
-    for transfer in network_transfers(program, unknown_trip_count=1):
+    for transfer in network_transfers(program, unknown_trip_count=1):  # a hint: it may be too low, but does not fail
         sums[transfer.kind] += round(transfer.total_sent_bytes)
         counts[transfer.kind] += 1
     if not counts:
@@ -255,7 +257,7 @@ def _total(rows: list[Row]) -> float:
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     row = rows[0]
     times = str(sum(row.num_executions for row in rows))
-    overlap = next((row.overlap for row in rows if row.overlap), None)
+    overlap = next((row.overlap for row in rows if row.overlap), None)  # that of the first which is asynchronous
     shown = ""
     if overlap:
         cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles of "

@@ -103,7 +103,7 @@ class Row:
     def place(self) -> str:
         """`file:line` of the model, or what zero_jax sends it for, where that does; '' if unknown."""
         own = path_in_package(self.source)
-        if not own:
+        if not own:  # a line of the model
             return self.source
         if self.is_named:
             if self.phase == "update":
@@ -164,10 +164,11 @@ class SentBytes:
     def network_of(self, row: Any) -> str:
         """Returns the network of a row: `dcn` for axes of both kinds, `?` for unknown axes."""
         names = {self.networks.get(axis, "?") for axis in row.axes}
+        # A collective over a slow and a fast axis takes as long as the slow one.
         return next((name for name in ("?", "dcn") if name in names), min(names, default="?"))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # a large program has thousands of collectives, of a few groups
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     """Returns the mesh axes along which the devices of a group (flat indices) differ; `shape` is (name, size) pairs."""
     sizes = [size for _, size in shape]
@@ -191,6 +192,7 @@ def read_rows(
     overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
     shape = program_shape(mesh, program.num_devices)
     rows = []
+    # A combined collective is a row for each of its arrays: they are of several params.
     for collective in (part for combined in collectives for part in combined.parts):
         instruction = program.computations[collective.computation][collective.name]
         op_name = collective.op_name or phases.op_name_before(instruction)
@@ -228,6 +230,7 @@ def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int],
     if mesh is None:
         return ()
     slices = np.array(list(map(slice_of, mesh.devices.flat)))
+    # The program of a TPU slice counts the devices of that slice alone; all slices have the same program.
     coords = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
     if mesh.size == num_devices:
         sizes = list(mesh.devices.shape)
@@ -236,6 +239,7 @@ def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int],
     else:
         return ()
     names = map(str, mesh.axis_names)
+    # Of a slice that is no block of the mesh, an axis has no size of its own.
     return tuple(zip(names, sizes, strict=True)) if math.prod(sizes) == num_devices else ()
 
 
@@ -317,11 +321,11 @@ class _ParamNames:
         """Returns the path (or paths) that a collective of this name stack moves, and whether it is certain."""
         scope = gathered_path(op_name)
         if scope is not None:
-            return self._by_scope.get(scope, scope.replace(".", "/")), True
+            return self._by_scope.get(scope, scope.replace(".", "/")), True  # escaped, where the leaves are not known
         names: list[str] = []
         # The largest first: of many names the first ones are shown.
         for dims in sorted(_moved(collective, program, kind), key=math.prod, reverse=True):
-            in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
+            in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")  # permutes move shards
             table = self._by_shard_dims if in_shards else self._by_dims
             # What is gathered of shards may have their number in a dim of its own: [devices, m / devices, n].
             in_parts = kind == "all-gather" and dims[:1] == (collective.group_size,)

@@ -1,7 +1,5 @@
 """Measures the memory of live arrays, by device and group of the train state, and compares measured with estimated."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Mapping
@@ -92,7 +90,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         name = path_name(path)
         if leaf.is_deleted():
             raise ValueError(f"{name} was donated to a step and is gone: measure the state that the step returned")
-        data = key_numbers(leaf)
+        data = key_numbers(leaf)  # a PRNG key has no bytes by itself
         group = group_of(name)
         on_host = host_memory_kind(data.sharding) is not None
         by_device: collections.Counter = collections.Counter()
@@ -127,7 +125,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
     )
 
 
-_FLOATS = ("f", "bf", "c")
+_FLOATS = ("f", "bf", "c")  # what the dtypes begin with that a formula in parameters counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +201,7 @@ def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport
     is_program = isinstance(measured, MemoryReport)
     sizes = {**measured.arguments, **measured.temporaries} if is_program else measured.groups
     rows = []
-    for group in dict.fromkeys([*estimate, *sizes]):
+    for group in dict.fromkeys([*estimate, *sizes]):  # those of the estimate first, each once
         both = {"estimated_bytes": estimate.get(group), "measured_bytes": sizes.get(group)}
         rows.append(ComparisonRow(group=group, explanation=_explanation(group, measured), **both))
     return MemoryComparison(rows=tuple(rows))

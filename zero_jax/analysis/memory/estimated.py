@@ -4,11 +4,9 @@ Nothing is compiled. The bytes of params, master params and optimizer state are 
 placements are those of the state itself; the paper's formula is reported with them, and what makes the difference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -101,9 +99,8 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     """Returns the groups of a state; what is neither variables nor optimizer state is `other`."""
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
-    trees = {
-        field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in dataclasses.fields(state)
-    }
+    names = [field.name for field in dataclasses.fields(state)]
+    trees = {name: (getattr(state, name), getattr(shardings, name)) for name in names}
     groups = {name: trees.pop(name) for name in STATE_GROUPS}
     groups["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K counts what grows with the model: neither an optimizer's scalars, nor arrays without gradients.
@@ -178,17 +175,6 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     )
 
 
-def _of_grads(grads: Group, placement: Placement) -> Iterator[tuple[str, float]]:
-    """Explains gradients that differ from the formula."""
-    ways = formula_ways(placement, is_sharded="grads" in placement.groups)
-    narrow, wide = (sum(getattr(x, f"{name}_bytes") for x in grads.leaves) for name in ("narrow", "num"))
-    frozen = sum(x.narrow_bytes for x in grads.skipped)
-    early = narrow / grads.ways - narrow / ways
-    yield "the optimizer freezes these params, so their gradients are not taken", -frozen / ways
-    yield "with one microbatch, each gradient is reduced to a shard as soon as it is made", early
-    yield "several microbatches are summed in float32", (wide - narrow) / grads.ways
-
-
 def _of_uneven(group: Group) -> Iterator[tuple[str, float]]:
     """Explains a group by the leaves that are not fully sharded, and by those that the formula does not count."""
     extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in group.counted]
@@ -196,21 +182,11 @@ def _of_uneven(group: Group) -> Iterator[tuple[str, float]]:
     larger, smaller = [x for x in extra if x[1] > 0], [x for x in extra if x[1] < 0]
     few, many = f"unsharded, or not cut {group.ways} ways", f"cut more than {group.ways} ways, as layers over pipe"
     for how, leaves in ((few, larger), (many, smaller)):
-        yield f"{len(leaves)} leaves {how}: {_paths(leaves)}", sum(x for _, x in leaves)
+        more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
+        shown = ", ".join(path for path, _ in leaves[:_SHOWN_LEAVES])
+        yield f"{len(leaves)} leaves {how}: {shown}{more}", sum(x for _, x in leaves)
     uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
     yield "counters, keys and other leaves that are no parameters or moments of them", uncounted
-
-
-def _paths(leaves: Sequence[tuple[str, float]]) -> str:
-    """Returns the paths of the first of some leaves, and how many others there are."""
-    more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
-    return ", ".join(path for path, _ in leaves[:_SHOWN_LEAVES]) + more
-
-
-def whole_leaves(groups: dict[str, Group]) -> tuple[EstimatedLeaf, ...]:
-    """Returns the leaves of sharded groups that are not fully sharded, largest first."""
-    leaves = [x for group in groups.values() for x in group.counted if x.device_bytes * group.ways > x.num_bytes]
-    return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -354,12 +330,13 @@ def estimate(
         differences.append(("residuals", _BY_TRACE, actual["residuals"] - formula["residuals"]))
     order = [name for name in _ORDER if name in formula or name == "other"]
     num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
+    partly = [x for group in groups.values() for x in group.counted if x.device_bytes * group.ways > x.num_bytes]
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
         differences=tuple(
             Difference(group=group, device_bytes=size, reason=reason) for group, reason, size in differences if size
         ),
-        whole=whole_leaves(groups),
+        whole=tuple(sorted(partly, key=lambda leaf: -leaf.device_bytes)),
         num_params=num_params,
         num_devices=axis_size(mesh, placement.axes.data),
         model=placement.axes.size_beside_batch(mesh),
@@ -372,16 +349,15 @@ def estimate(
 
 def _formula(totals: dict[str, int], groups: dict[str, Group], placement: Placement) -> dict[str, float]:
     """Returns the bytes of the paper's groups on a device, and of those that it has not as if all were sharded."""
-    ways = {name: formula_ways(placement, is_sharded=name in placement.groups) for name in totals}
+    paper = {x: size / formula_ways(placement, is_sharded=x in placement.groups) for x, size in totals.items()}
     even = {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
-    return {name: size / ways[name] for name, size in totals.items()} | even
+    return paper | even
 
 
 def _per_param(totals: dict[str, int], num_params: int) -> dict[str, float]:
     """Returns the bytes of a param in the paper's groups, by the fields of the estimate."""
-    sizes = {"param_bytes": totals["params"], "grad_bytes": totals["grads"]}
-    sizes["optimizer_bytes"] = totals["master"] + totals["opt_state"]
-    return {name: size / max(num_params, 1) for name, size in sizes.items()}
+    sizes = {"param": totals["params"], "grad": totals["grads"], "optimizer": totals["master"] + totals["opt_state"]}
+    return {f"{name}_bytes": size / max(num_params, 1) for name, size in sizes.items()}
 
 
 def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -> dict[str, int]:
@@ -400,7 +376,12 @@ def _differences(
     groups: dict[str, Group], formula: dict[str, float], placement: Placement
 ) -> Iterator[tuple[str, str, float]]:
     """Explains what the groups have over the formula, in whatever memory they are: group, reason and bytes."""
-    yield from (("grads", *difference) for difference in _of_grads(groups["grads"], placement))
+    grads, ways = groups["grads"], formula_ways(placement, is_sharded="grads" in placement.groups)
+    narrow, wide = (sum(getattr(x, f"{name}_bytes") for x in grads.leaves) for name in ("narrow", "num"))
+    frozen, early = sum(x.narrow_bytes for x in grads.skipped), narrow / grads.ways - narrow / ways
+    yield "grads", "the optimizer freezes these params, so their gradients are not taken", -frozen / ways
+    yield "grads", "with one microbatch, each gradient is reduced to a shard as soon as it is made", early
+    yield "grads", "several microbatches are summed in float32", (wide - narrow) / grads.ways
     if placement.precision.has_master and not placement.keeps_copy:  # it is cast at each use, before the gather
         yield "params", "no low-precision copy is stored between steps", -formula["params"]
         yield "params", "the params are the master params", formula["master"]

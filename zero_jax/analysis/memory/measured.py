@@ -3,8 +3,6 @@
 Gradients, gathered params, residuals and other temporaries are told apart by names and shapes.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math
@@ -233,12 +231,13 @@ def _measured(
     size = lambda name: int(getattr(analysis, f"{name}_size_in_bytes", 0))  # noqa: E731
     heap, is_tpu = hlo.peak(program), program.has_tiles
     temp_bytes = size("temp")
-    if layout is None and not is_tpu:
+    if layout is None and not is_tpu:  # elsewhere `temp` is the heap itself
         layout = HeapLayout(allocated_bytes=temp_bytes, live_bytes=None)
     on_device = [leaf for leaf in leaves if not leaf.on_host]
     temporaries = classify(heap, leaves)
     unsharded = unsharded_leaves(on_device)
     by_kind = {kind: sum(x.buffer.num_bytes for x in temporaries if x.kind == kind) for kind in TEMPORARIES}
+    # A donated array in host memory is an argument and a result there, once.
     host_bytes = sum(size(f"host_{name}") for name in ("argument", "output", "temp")) - size("host_alias")
     compiler_peak_bytes, heap_bytes = int(getattr(analysis, "peak_memory_in_bytes", 0)), temp_bytes
     if is_tpu:
@@ -248,6 +247,7 @@ def _measured(
         heap_bytes = max(heap.peak_bytes, largest_heap if largest_heap > _MAX_ON_CHIP_BYTES else 0)
     undonated = not_donated(program, leaves, heap.donated)
     warnings = [unsharded_warning(on_device, unsharded), _donation_warning(leaves, heap.donated, undonated)]
+    # Shapes and layouts are read from the text: the compiler's own sum shows whether they are read rightly.
     if (total := sum(leaf.num_bytes for leaf in on_device)) != size("argument"):
         by_text = f"the arguments add up to {total:,} bytes by the program's text"
         warnings.insert(0, f"{by_text}, and to {size('argument'):,} by the compiler")
@@ -268,7 +268,7 @@ def _measured(
         residual_bytes=sum(buffer.num_bytes for buffer in heap.residuals),
         in_argument_bytes=sum(buffer.num_bytes for buffer in heap.in_arguments),
         on_chip_peak_bytes=heap.on_chip_peak_bytes,
-        peak_phase=hlo.phase_of(heap.peak_op_name) or "update",
+        peak_phase=hlo.phase_of(heap.peak_op_name) or "update",  # what has no name is of neither pass
         peak_op_name=heap.peak_op_name,
         compiler_peak_bytes=compiler_peak_bytes,
         largest=temporaries[:_NUM_LARGEST],
@@ -306,7 +306,7 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
         (array,) = hlo.arrays(hlo.parse_shape(buffer.shape))
         dims, name, is_gather = dims_key(array.dims), buffer.op_name, buffer.opcode.startswith("all-gather")
         written, read, is_of_params = hlo.phase_of(name), hlo.phase_of(buffer.last_read_by), dims in gathered | local
-        is_argument = "(" not in name and group_of(path_of(name)) in _PARAMS
+        is_argument = "(" not in name and group_of(path_of(name)) in _PARAMS  # a name stack has brackets
         is_cast = name.endswith("convert_element_type") and written == "update" and dims in local
         # A loop over stacked layers takes the params of one layer out of the stack.
         if is_argument or is_cast or ("dynamic_index_in_dim" in name and is_of_params):

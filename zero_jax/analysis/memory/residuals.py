@@ -1,6 +1,4 @@
-"""The residuals of a transformer by the ZeRO paper's formula, from its sizes alone."""
-
-from __future__ import annotations
+"""The residuals of a transformer by the ZeRO paper's formulas, from its sizes alone, and what sharded ones send."""
 
 import dataclasses
 from typing import Any
@@ -105,6 +103,7 @@ def transformer_residuals(
     if num_stages > 1 and schedule.is_interleaved:
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
         num_kept = schedule.num_kept(num_stages, config.num_microbatches)
+        # A stage keeps what its own groups of layers have, of each microbatch that is on its way.
         num_layers //= num_stages * schedule.num_groups
         recomputes = policy.policy == "own" and not remat
         num_layers = num_layers + num_kept if recomputes else num_layers * num_kept
@@ -123,3 +122,25 @@ def transformer_residuals(
         model=(1 if policy.residuals == "device" else axis_size(mesh, axes.model)) if model is None else model,
         offload=policy.residuals == "offloaded" if offload is None else offload,
     )
+
+
+def sharded_residual_bytes(
+    *, num_layers: int, batch: int, seq: int, hidden: int, model: int, bytes_per_element: int = 2
+) -> float:
+    """Returns what a device sends more in a step when residuals are sharded over `model` (P_a, paper section 8).
+
+    One more all-gather of `[seq, hidden]` for each block and sample, before the block is recomputed.
+
+    Args:
+      num_layers: Blocks whose inputs are saved.
+      batch: Samples that one model replica holds in a step.
+      seq: Length of a sample.
+      hidden: Features.
+      model: Size of the `model` axis.
+      bytes_per_element: Of a residual.
+
+    Example:
+      >>> zero.comms.sharded_residual_bytes(num_layers=2, batch=8, seq=128, hidden=64, model=2)
+      131072.0
+    """
+    return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model

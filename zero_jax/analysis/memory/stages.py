@@ -1,7 +1,5 @@
 """Estimates the memory of all stages by formula, as DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +111,7 @@ def estimate_stages(
     tx = optax.adam(1e-3) if tx is None else tx
     # An abstract mesh, as the devices need not be there.
     mesh: Any = AbstractMesh((num_hosts * num_devices_per_host,), ("data",), axis_types=(AxisType.Auto,))
-    by_stage, state = {}, None
+    by_stage, state = {}, None  # the last state has the params' sizes, which no stage changes
     for stage in _STAGES:
         staged = _at_stage(config, stage)
         state = abstract_state(traceable_init(params), tx, mesh=mesh, config=staged)
@@ -134,6 +132,7 @@ def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
     """Returns the config of a stage; params are kept in host memory only if the stage shards them."""
     offload: Any = config.resolved_offload()
     if offload is not None and offload.what == "all" and "params" not in sharded_groups(stage):
+        # In the form that it was given in: a word, or an `Offload` with settings of its own.
         offload = "state" if isinstance(config.offload, str) else dataclasses.replace(offload, what="state")
         config = dataclasses.replace(config, offload=offload)
     return dataclasses.replace(config, stage=stage)

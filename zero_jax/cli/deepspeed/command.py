@@ -25,15 +25,11 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder, make it first")
-    reading: dict[str, Any] = {
-        "object_pairs_hook": unique_keys,
-        "parse_constant": _refuse_constant,
-        "limit_bytes": 1 << 20,
-    }
+    reading = {"object_pairs_hook": unique_keys, "parse_constant": _refuse_constant}
     remedy = "give an object of keys in JSON, without comments"
-    config = read_json(options.path, "the DeepSpeed config", remedy=remedy, **reading)
+    config = read_json(options.path, "the DeepSpeed config", remedy=remedy, limit_bytes=1 << 20, **reading)
     translation = translate(config, devices=options.devices, per_device_batch_size=options.per_device_batch_size)
-    has_unknown = bool(translation.of("unknown"))
+    has_unknown = bool(translation.of("unknown"))  # a misspelled key would train with another value in silence
     title = f"translated from {options.path} by zero-jax from-deepspeed"
     written = str(out) if out is not None and not has_unknown else None
     if out is not None and written:
@@ -84,14 +80,11 @@ def translate(
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
     entries = {key: _checked(key, value, KEYS[key].kind) if key in KEYS else value for key, value in _entries(config)}
-    values = DeepSpeedValues(
-        by_key={key: value for key, value in entries.items() if value is not None},
-        devices=devices,
-        per_device_batch_size=per_device_batch_size,
-    )
-    keys = [*(key for key in values.by_key if key in KEYS), *(key for key in _ABSENT if key not in values)]
+    values = DeepSpeedValues((key, value) for key, value in entries.items() if value is not None)
+    values.devices, values.per_device_batch_size = devices, per_device_batch_size
+    keys = [*(key for key in values if key in KEYS), *(key for key in _ABSENT if key not in values)]
     made = [row for key in keys if (row := rules.row_of(values, key)) is not None]
-    row_by_key = {row.key: row for row in made}
+    row_by_key = {row.key: row for row in made}  # rows are printed in the order of the file, then what it leaves out
     for key, value in entries.items():
         if key not in KEYS:
             row_by_key[key] = KeyRow(key=key, value=value, status="unknown", reason=_nearest(key))
@@ -130,7 +123,7 @@ def _checked(key: str, value: Any, kind: Kind) -> Any:
     if kind == "any" or value is None or (value == "auto" and kind != "block"):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number:
+    if is_number:  # JSON has numbers of any size
         try:
             check_value(value)  # Python's integers may be larger than any float
         except ValueError as error:

@@ -57,24 +57,15 @@ class KeyRow:
         return "; ".join(filter(None, (settings, self.reason)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSpeedValues:
+class DeepSpeedValues(dict[str, Any]):
     """The checked values of a DeepSpeed config by dotted key, without nulls; makes the rows of their keys."""
 
-    by_key: Mapping[str, Any]  # the values
-    devices: int | None  # the number of devices that they are for, or None
-    per_device_batch_size: int | None = None  # the Hugging Face Trainer's per_device_train_batch_size, or None
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.by_key
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a key, or the default where the file has none."""
-        return self.by_key.get(key, default)
+    devices: int | None = None  # the number of devices that they are for, if known
+    per_device_batch_size: int | None = None  # the Hugging Face Trainer's per_device_train_batch_size, likewise
 
     def is_auto(self, key: str) -> bool:
         """Returns whether another program fills in the value."""
-        return self.by_key.get(key) == "auto"
+        return self.get(key) == "auto"
 
     def row(self, key: str, status: Status, reason: str = "", settings: Mapping[str, Any] | None = None) -> KeyRow:
         """Makes the row of a key."""

@@ -13,9 +13,7 @@ from zero_jax.training import ZeroConfig
 _OFFLOAD = "zero_optimization.offload_optimizer"
 _TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 _PRECISIONS: Mapping[str, str] = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
-_BATCH = _SIZE, _MICRO_SIZE, _NUM = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-)  # fmt: skip
+_BATCH = _SIZE, _MICRO_SIZE, _NUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 PARAMS = "optimizer.params."
 SCHEDULE = "scheduler.params."
 _ADAM = ("adam", "adamw")
@@ -36,7 +34,7 @@ def _by_table(values: DeepSpeedValues, key: str) -> KeyRow:
         return values.row(key, "off", "fp16 is off")
     if entry.to and values.is_auto(key):
         return values.row(key, "off", entry.setting)
-    is_none = entry.to and entry.kind == "int" and value < 1
+    is_none = entry.to and entry.kind == "int" and isinstance(value, int) and value < 1
     if is_none or value in entry.off or (entry.kind == "block" and not _is_on(values, key, entry.switch)):
         return values.row(key, "off")
     if entry.to:
@@ -61,7 +59,7 @@ def _is_on(values: DeepSpeedValues, key: str, switch: str = "enabled") -> bool:
 
 
 def _is_count(values: DeepSpeedValues, key: str) -> bool:
-    return isinstance(values.get(key), int) and values.get(key) >= 1
+    return isinstance(count := values.get(key), int) and count >= 1
 
 
 def _stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
@@ -135,15 +133,14 @@ def _clipping(values: DeepSpeedValues, key: str) -> KeyRow:
 
 
 def _model_size(values: DeepSpeedValues) -> int:
-    size = values.get(_TENSOR_PARALLEL)
-    return size if isinstance(size, int) and size > 1 else 1
+    return values[_TENSOR_PARALLEL] if _is_count(values, _TENSOR_PARALLEL) else 1
 
 
 def _replicas(values: DeepSpeedValues, key: str) -> KeyRow:
     """The number of full copies, by the devices of a copy (MiCS)."""
-    size = values.get(key)
     if not _is_count(values, key):
         return values.row(key, "off")
+    size = values[key]
     if values.devices is None:
         note = f"set run.replica to the number of devices / {size}, or give --devices"
         return values.row(key, "not translated", note)
@@ -241,8 +238,7 @@ def _optimizer_type(values: DeepSpeedValues, key: str) -> KeyRow:
             hint = did_you_mean(name, (*OTHER_OPTIMIZERS, *_TRANSLATED))
             note = OTHER_OPTIMIZERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
         return values.row(key, "not translated", note)
-    blocking = _blocking(values)
-    if blocking:
+    if blocking := _blocking(values):
         return values.row(key, "not translated", f"with {', '.join(blocking)} it is another optimizer than those here")
     kind = "adamw" if name in _ADAM else name
     settings = {name.removeprefix("optimizer."): value for row in _rows(values) for name, value in row.settings.items()}
@@ -266,7 +262,7 @@ def _param(values: DeepSpeedValues, key: str) -> KeyRow | None:
 
 def _rows(values: DeepSpeedValues) -> list[KeyRow]:
     """Makes the rows of the optimizer's params, those of the file first."""
-    keys = [*values.by_key, *(key for key in KEYS if key not in values)]
+    keys = [*values, *(key for key in KEYS if key not in values)]
     return [row for key in keys if key in KEYS and key.startswith(PARAMS) and (row := _param(values, key)) is not None]
 
 
@@ -363,8 +359,7 @@ def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     note = "it rises along a line, 2 steps earlier than DeepSpeed's"
     if values.get(f"{SCHEDULE}warmup_type") != "linear":
         note = "it rises along a line from 0, and DeepSpeed's along a logarithm unless warmup_type is 'linear'"
-    # DeepSpeed takes at least 2.
-    return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})
+    return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})  # DeepSpeed takes 2 or more
 
 
 def _peak(values: DeepSpeedValues, key: str) -> KeyRow:
@@ -379,8 +374,7 @@ def _peak(values: DeepSpeedValues, key: str) -> KeyRow:
 def _total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     steps = values.get(key)
     if not isinstance(steps, int) or steps < 1:
-        kind = values.get("scheduler.type")
-        raise ValueError(f"{key} = {shown(steps)}: give a number of steps, which {kind} needs")
+        raise ValueError(f"{key} = {shown(steps)}: give a number of steps, which {values['scheduler.type']} needs")
     return values.row(key, "translated", "the rate falls until the last step", {"run.steps": steps})
 
 

@@ -81,7 +81,7 @@ def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree)
         base=config.lora_base,
         train=tuple((config.lora_train or "").replace(",", " ").split()),
     )
-    lora.targets(params)
+    lora.targets(params)  # raises for patterns that match nothing
     return ChosenLora(lora=lora, config=config)
 
 
@@ -116,6 +116,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         return model
     if chosen.adapters is not None and model.load_fn is None and getattr(options, "TrainConfig.init_from") is None:
         raise ValueError("--lora-from needs the model that its adapters are for: give --from-hf, or --init-from")
+    # The run's config file names what was trained, as the folder of PEFT may be gone when it is exported.
     for name, value in vars(chosen.config).items():
         setattr(options, f"LoraConfig.{name}", value)
     lora = chosen.lora

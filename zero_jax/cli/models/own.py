@@ -59,6 +59,7 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
     config = OwnModelConfig(**field_values(OwnModelConfig, options))
     if config.loss is None:
         return None
+    # An option that says nothing would be a mistake of the user's.
     reason = "that is of the presets, and --loss stands for a model of your own: leave it out"
     for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
         if name in explicit(options):

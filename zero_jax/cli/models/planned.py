@@ -84,7 +84,7 @@ def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
         raise ValueError("--verify runs the step: give batches of arrays with values, not of ShapeDtypeStructs")
 
     def resized(x: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)
+        return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)  # repeats examples
 
     return jax.tree.map(resized, batch, shapes)
 
@@ -95,7 +95,7 @@ def other_activations(model: PlannedModel, fixed: Collection[str]) -> dict[str, 
     if plain is None or config is None:
         return {}
     free: dict[str, Any] = {"sequence_parallel": True, "loss_chunk": _LOSS_CHUNK}
-    if config.vocab_size < 2 * _LOSS_CHUNK:
+    if config.vocab_size < 2 * _LOSS_CHUNK:  # one chunk would be most of the logits
         del free["loss_chunk"]
     free = {x: free[x] for x in free if f"ActivationConfig.{x}" not in fixed and not getattr(plain, x)}
     others = {}

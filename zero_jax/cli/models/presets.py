@@ -61,19 +61,14 @@ def model_name(options: argparse.Namespace) -> str:
     return options.preset if options.from_hf is None else pathlib.Path(options.from_hf).absolute().name
 
 
-def model_section(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the section `model` of a config file: the preset, or the hub's folder, with the changes by options."""
-    if options.from_hf is None:
-        return {"preset": options.preset, **shape_changes(options)}
-    return {"from_hf": str(user_path(options.from_hf).absolute()), **shape_changes(options)}
-
-
-def full_model(options: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Returns the section `model` of a config file, with the full shape of a preset."""
+def model_section(options: argparse.Namespace, config: Any = None) -> dict[str, Any]:
+    """Returns the section `model` of a config file: what options change, or of a preset the full shape, `config`."""
+    shape = shape_changes(options)
     if options.from_hf is not None:
-        return model_section(options)
-    shape = dataclasses.asdict(config)
-    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config).__name__)}
+        return {"from_hf": str(user_path(options.from_hf).absolute()), **shape}
+    if config is not None:
+        shape = {name: getattr(config, name) for name in option_fields(type(config).__name__)}
+    return {"preset": options.preset, **shape}
 
 
 def preset_config(options: argparse.Namespace) -> ModelConfig:
@@ -176,5 +171,5 @@ def model_specs(config: ModelConfig, model: int) -> PyTree:
     """Returns the specs of the params for a size of the axis `model`; a vocabulary that does not divide stays whole."""
     if model < 1:
         raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
-    vocab = config.vocab_size % model == 0
+    vocab = config.vocab_size % model == 0  # GPT-2 has 50,257 tokens
     return None if model == 1 else _MODULES[type(config)].param_specs(config, vocab=vocab, model_size=model)

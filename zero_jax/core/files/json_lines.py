@@ -20,15 +20,26 @@ from zero_jax.core.text_tables import plain
 Record = Mapping[str, Any]
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically; the `OSError` names the file, unlike the system's own on a full disk."""
-    partial = path.with_name(f".{path.name}.partial")
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a hidden path beside a file to write to, which takes the file's place in the end, or is removed."""
+    # The name ends as the file's does: matplotlib reads the format in it.
+    partial = path.with_name(f".partial-{path.name}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
-    except OSError as error:
+    except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file atomically; the `OSError` names the file, unlike the system's own on a full disk."""
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -108,21 +119,21 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool, log: Callable[[str], None]) -> None:
     """Removes records after a step, and its validation unless evaluated, atomically; moves damaged lines."""
-    temporary, damaged = path.with_name(f".{path.name}.tmp"), []
-    with open(temporary, "w", encoding="utf-8") as file:
-        for line, record in _lines(path):
-            if record is None:
-                damaged += [line] if line.endswith(b"\n") else []
-            # A bool counts 0 or 1: records up to `last_step`, and before it a validation that is made again.
-            elif record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
-                file.write(json.dumps(record) + "\n")
-        file.flush()
-        # Before the rename, else a crash of the system may leave an empty file under the name.
-        os.fsync(file.fileno())
-    if damaged:
-        # Before the rename: after a crash between the two, damaged lines are in both files, not in none.
-        with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
-            file.writelines(damaged)
-    os.replace(temporary, path)
+    damaged = list[bytes]()
+    with whole_file(path) as partial:
+        with open(partial, "w", encoding="utf-8") as file:
+            for line, record in _lines(path):
+                if record is None:
+                    damaged += [line] if line.endswith(b"\n") else []
+                # A bool counts 0 or 1: records up to `last_step`, and before it a validation that is made again.
+                elif record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
+                    file.write(json.dumps(record) + "\n")
+            file.flush()
+            # Before the rename, else a crash of the system may leave an empty file under the name.
+            os.fsync(file.fileno())
+        if damaged:
+            # Before the rename: after a crash between the two, damaged lines are in both files, not in none.
+            with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
+                file.writelines(damaged)
     if damaged:
         log(f"{path.name}: {len(damaged)} damaged lines, which are no records, are in {path.name}.damaged now")

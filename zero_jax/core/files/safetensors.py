@@ -174,6 +174,8 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
     header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
     end = 0
     for tensor in tensors:
+        if tensor.name == _METADATA:
+            raise ValueError(f"a tensor cannot be called {_METADATA!r}, which the format has for itself: rename it")
         offsets = [end, end + tensor.num_bytes]
         header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         end = offsets[1]

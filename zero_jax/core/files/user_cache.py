@@ -16,6 +16,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
+from zero_jax.core.files.untrusted import open_regular
+
 MAX_BYTES = 2 * 10**9
 _DISCARDED = ".zero_jax-discarded-"  # an entry that is being removed, renamed so that no process starts to read it
 PARTIAL = ".zero_jax-partial-"  # an entry that is being written; a day old, it is removed by `evict_oldest`
@@ -48,11 +50,8 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
 
 def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
     """Returns the content of an entry and marks it as used, or None; removes a damaged entry."""
-    try:
-        written = path.read_bytes()
-    except OSError:
-        return None
-    if not has_mark(path, mark):
+    written = _read(path)
+    if not written.startswith(mark):
         return None  # of another version, or not of this cache: not removed
     checksum, content = written[len(mark) :][:32], written[len(mark) + 32 :]
     if checksum != _checksum(path, content):
@@ -70,19 +69,23 @@ def _checksum(path: pathlib.Path, content: bytes) -> bytes:
 
 def has_mark(path: pathlib.Path, mark: bytes) -> bool:
     """Returns whether a regular file begins with a mark."""
-    try:
-        if path.is_symlink() or not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return file.read(len(mark)) == mark
-    except OSError:
-        return False
+    return _read(path, len(mark)) == mark
+
+
+def _read(path: pathlib.Path, num_bytes: int = -1) -> bytes:
+    """Returns the first bytes of a file, all by default; none of a link, a pipe, or what cannot be read."""
+    # A `ValueError` is of what is no regular file.
+    with contextlib.suppress(OSError, ValueError):
+        if not path.is_symlink():
+            with open_regular(path) as file:
+                return file.read(num_bytes)
+    return b""
 
 
 @contextlib.contextmanager
 def in_use(entry: pathlib.Path) -> Iterator[None]:
     """Keeps processes of this machine from evicting an entry, a file or a folder, while the context is open."""
-    handle = os.open(entry, os.O_RDONLY)
+    handle = os.open(entry, os.O_RDONLY | os.O_NONBLOCK)  # a pipe, which is no entry, is not waited for
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_SH)
@@ -111,7 +114,9 @@ def evict_oldest(
     for path in paths:
         if path.name.startswith((_DISCARDED, PARTIAL)):
             with contextlib.suppress(OSError):
-                is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
+                # The newest of all: a folder has the time of its last new file, and one may be written for days.
+                last = max(x.lstat().st_mtime for x in [path, *path.rglob("*")])
+                is_old = time.time() - last > _ABANDONED_SECONDS
                 if is_old or path.name.startswith(_DISCARDED):
                     _discard(path)
         elif is_own(path) and (entry := _use_and_bytes(path)):

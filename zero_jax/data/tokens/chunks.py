@@ -11,7 +11,7 @@ from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import open_array
 from zero_jax.core.text_tables import printable
 from zero_jax.data.documents import Piece, of_each_file, read_text
-from zero_jax.data.sources import Source, SourceFile
+from zero_jax.data.sources import Source, SourceFile, offsets_beside
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.data.tokens.store import Chunk, TokenFile, open_tokens
 
@@ -105,14 +105,14 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
 
 def _read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     """Returns the offsets of the documents in a token file, 0 first and its end last, from `NAME.documents.npy`."""
-    beside = path.with_name(f"{path.stem}.documents.npy")
+    beside = offsets_beside(path)
     if not beside.is_file():
         return None
     try:
         offsets = np.array(open_array(beside))
     except (OSError, ValueError) as error:
         raise ValueError(f"{beside} is no array of numpy ({error}): write it again with numpy.save") from error
-    is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
+    is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 0
     if is_vector and offsets[-1] != num_tokens:
         offsets = np.append(offsets, num_tokens)
     if not is_vector or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) <= 0).any():

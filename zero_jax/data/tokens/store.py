@@ -308,7 +308,8 @@ def is_token_folder(path: pathlib.Path) -> bool:
       >>> zero.data.is_token_folder(folder)
       False
     """
-    return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
+    # Not `Path.is_file`, which raises for a name that is too long.
+    return all(os.path.isfile(path / name) for name in (_META, _DOCUMENTS))
 
 
 def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:

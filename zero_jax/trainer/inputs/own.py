@@ -213,6 +213,7 @@ def own_input(
     fingerprints = _compared(first, mesh, process_batches)
     for index, batch in enumerate(source.in_memory):
         _check_sizes(batch, leading_dims(first), index + 1)
+    # Traced now: an error in the user's functions comes before anything is made.
     variables = jax.eval_shape(model.init_fn, key_shape())
     aux = _aux_shapes(model.loss_fn, variables, shapes, mesh)
     weight = None if zero.loss_weight == "auto" else zero.loss_weight
@@ -279,6 +280,7 @@ def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tup
             "process_batches='whole', and the first batches of the processes differ: give the same global batch in all "
             "of them (no random numbers of their own, no jax.process_index()), or leave process_batches out"
         )
+    # Processes along `model` have the same examples: only parts that should differ are compared.
     same = training.equal_parts(dict(enumerate(fingerprints)), dict(enumerate(parts)))
     if same and process_batches is None:
         raise ValueError(

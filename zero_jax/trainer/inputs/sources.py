@@ -76,6 +76,7 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
     except TypeError as error:
         raise ValueError(f"{label} is {shown(batches)}, no batches: {_REMEDY}") from error
     has_state = _has_state(iterator)
+    # A data set of grain may be a sequence, too; its iterator, which has a state, reads ahead in threads.
     if hasattr(batches, "__getitem__") and hasattr(batches, "__len__") and not has_state:
         if not len(batches):
             raise ValueError(f"{label} has no batch: give one at least")
@@ -217,7 +218,7 @@ def _encode(label: str, state: Any) -> str:
     """Encodes a state as JSON; checks that decoding returns an equal state."""
     try:
         text = json.dumps({"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state})
-        is_same = bool(_decode(text) == state)
+        is_same = bool(_decode(text) == state)  # JSON makes lists of tuples, and text of whole numbers as keys
     except (TypeError, ValueError, RecursionError):
         text, is_same = "", False
     if not is_same:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
-from zero_jax.core.text_tables import aligned, format_bytes, printable_lines
+from zero_jax.core.text_tables import aligned, format_bytes, format_figure, printable_lines
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
@@ -147,6 +147,7 @@ def figures(record: Mapping[str, Any]) -> str:
     present = {name: value for name, value in record.items() if value is not None}
     label = "" if present.get("kind", "train") == "train" else f"{present['kind']} "
     standard = {name: form(present[name]) for name, form in _FIGURES.items() if name in present}
+    # The loss first, then what the user's function returns, which is what one looks for.
     losses = [standard.pop(name) for name in ("loss", "ema_loss") if name in standard]
     custom = [f"{name} {present[name]:.4g}" for name in present if name not in FIELDS][:_MAX_OWN_FIGURES]
     shown = [label + figure for figure in [*losses, *custom, *standard.values()] if figure]
@@ -157,9 +158,9 @@ def figures(record: Mapping[str, Any]) -> str:
 
 
 _FIGURES: Mapping[str, Callable[[Any], str]] = {
-    "loss": lambda x: f"loss {x:.3f}",
-    "ema_loss": lambda x: f"loss of the average {x:.3f}",
-    "grad_norm": lambda x: f"grad norm {x:.2f}",
+    "loss": lambda x: f"loss {format_figure(x, decimals=3)}",
+    "ema_loss": lambda x: f"loss of the average {format_figure(x, decimals=3)}",
+    "grad_norm": lambda x: f"grad norm {format_figure(x, decimals=2)}",
     "learning_rate": lambda x: f"lr {x:.2e}",
     "tokens_per_second": lambda x: f"{x:,.0f} tokens/s",
     "examples_per_second": lambda x: f"{x:,.0f} examples/s",

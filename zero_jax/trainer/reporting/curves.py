@@ -14,6 +14,7 @@ from zero_jax.analysis import figures
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import extra
 from zero_jax.core.files.json_lines import read_records
+from zero_jax.core.signatures import check_is
 from zero_jax.core.text_tables import printable
 
 RECORDS = "metrics.jsonl"
@@ -156,6 +157,8 @@ def plot_runs(
     """
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
+    for i, run in enumerate(runs):
+        check_is(f"runs[{i}]", run, RunRecords, remedy="give what zero.trainer.read_run returns")
     curves = [run.curve(metric, x=x) for run in runs]
     figure = figures.new_figure(path, width=8, height=4.8)
     axes = figure.add_subplot()

@@ -49,19 +49,10 @@ class Speedometer:
     """The work of a step over all devices, for throughput and MFU."""
 
     batch_size: int
-    num_tokens: int | None  # None counts examples
+    unit: str  # what throughput counts: `tokens`, or `examples` of a model that is not about tokens
+    num_units: int  # of these in a step
     flops: int  # without rematerialization
     peak_flops_per_second: float | None  # None where it is not known (a CPU)
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts: `tokens`, or `examples` of a model that is not about tokens."""
-        return "examples" if self.num_tokens is None else "tokens"
-
-    @property
-    def num_units(self) -> int:
-        """Tokens or examples of a step, over all devices."""
-        return self.batch_size if self.num_tokens is None else self.num_tokens
 
     def mfu(self, step_seconds: float) -> float | None:
         """Returns the model FLOPs utilization for a step time (Chowdhery et al. 2022, appendix B)."""
@@ -82,9 +73,11 @@ def make_speedometer(
     loss = step_loss.program.trace(*step_loss.shapes(state.variables, data.batch_shapes)).closed
     trained = trained_params(tx, state, step_loss.placement.precision, mesh=mesh)
     hardware = hardware_of(mesh.devices.flat[0])
+    unit, num_units = ("examples", data.batch_size) if data.num_tokens is None else ("tokens", data.num_tokens)
     return Speedometer(
         batch_size=data.batch_size,
-        num_tokens=data.num_tokens,
+        unit=unit,
+        num_units=num_units,
         # After the params come model state, batch and key, which have no gradients.
         flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
@@ -147,6 +140,7 @@ class Progress:
         self.train.append((dispatched.step, loss))
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
+        # Of a skipped step the loss may be finite, and its gradient not.
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
         self.nonfinite_leaf = None if leaf < 0 else self.param_names[leaf]
         self.num_skipped_steps = int(metrics["num_skipped_steps"])
@@ -227,7 +221,7 @@ def per_device_bytes(tree: Any) -> int:
 
 def device_memory_bytes(device: Any) -> int:
     """Returns the peak memory in use on a device, or the bytes of live arrays where the backend has no count (CPU)."""
-    stats = device.memory_stats() or {}
+    stats = device.memory_stats() or {}  # None on CPUs
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     return sum(shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)

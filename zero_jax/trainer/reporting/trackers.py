@@ -134,7 +134,7 @@ class Trackers:
                 entry.send(is_last=True)
                 assert entry.tracker is not None
                 entry.tracker.close()
-            except Exception as error:
+            except Exception as error:  # others are closed all the same
                 missing = f"{len(entry.waiting):,} records are not written there"
                 self._log(f"{name}: {missing if entry.waiting else 'it could not be closed'}: {_shown(error)}")
                 with contextlib.suppress(Exception):  # the first error is in the log

@@ -15,9 +15,12 @@ from typing import Any
 
 from zero_jax.core.extras import extra, pip_install
 from zero_jax.core.field_checks import check_fields, hinted
-from zero_jax.core.files.json_lines import JsonLinesWriter, Record, read_records
+from zero_jax.core.files.json_lines import JsonLinesWriter, Record, read_records, write_text
+from zero_jax.core.files.untrusted import read_text
 from zero_jax.trainer.reporting.curves import RECORDS
 from zero_jax.trainer.reporting.trackers import OpenTracker, TrackedRun, Tracker, Trackers
+
+_MAX_ID_BYTES = 1000
 
 
 @hinted
@@ -111,8 +114,9 @@ class WandbWriter:
         id_file = pathlib.Path(folder) / "wandb-id"
         run_id = secrets.token_hex(8)
         if is_resumed and id_file.exists():
-            run_id = id_file.read_text(encoding="utf-8").strip()
-        id_file.write_text(run_id + "\n", encoding="utf-8")
+            remedy = "remove it, and the run is sent as another one"
+            run_id = read_text(id_file, "the run's id", remedy=remedy, limit_bytes=_MAX_ID_BYTES).strip()
+        write_text(id_file, run_id + "\n")
         self._settings: dict[str, Any] = {"project": project, "id": run_id, "resume": "allow", "name": name}
         self._settings |= {"dir": str(folder), "config": dict(config or {})}
         self._run = self._start()

@@ -3,8 +3,9 @@
 The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
 
 1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype: the program is traced for these.
-2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages;
-   attention is one equation of a fused kernel, if the config asks for it. Remat policies keep its residuals by name.
+2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages
+   (`unfused`, in which reports look for attention); attention is one equation of a fused kernel, if the config asks for
+   it. Remat policies keep its residuals by name.
 3. What the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation), of `fused`.
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy.
 5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs. Estimates, which know
@@ -13,7 +14,7 @@ The train step, the evaluation step and the estimates read the same program, by 
    has gradients of its own); params are gathered where they are used, gradients reduced to shards. It is the last: a
    gather that is within the blocks of 4 and the ticks of the stages is made again in the backward pass, not kept.
 
-A new pass goes into `fused` if it changes what is computed, into `to_place` if it only helps XLA.
+A new pass goes into `unfused` if it changes what is computed, into `to_place` if it only helps XLA.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
+    AttentionReport,
     GatherOptions,
     MovedGrads,
     PipelinedProgram,
     Remat,
     StagePlace,
     Stages,
+    attention_report,
     convolutions_as_products,
     features_in_rows,
     fuse_attention,
@@ -100,17 +103,26 @@ class StepLoss:
         return *jax.eval_shape(self.cast, shapes_of(variables), batch, key_shape()), key_shape()
 
     @functools.cached_property
-    def fused(self) -> LossProgram:
-        """The program, with its attention by fused kernels if the config asks for them.
+    def unfused(self) -> LossProgram:
+        """The program in which attention is looked for, by `fused` and by reports.
 
         Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
         """
         placement, program = self.placement, lookups_by_place(self.program, mesh=self.placement.mesh)
-        if placement.num_stages > 1:
-            program = program.then(rolled).then(convolutions_as_products)
+        return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
+
+    @functools.cached_property
+    def fused(self) -> LossProgram:
+        """The program, with its attention by fused kernels if the config asks for them."""
         if self.config.attention == "own":
-            return program
-        return LossProgram.of(fuse_attention(program, mesh=placement.mesh, axes=placement.axes))
+            return self.unfused
+        placement = self.placement
+        return LossProgram.of(fuse_attention(self.unfused, mesh=placement.mesh, axes=placement.axes))
+
+    def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
+        """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""
+        placement, arguments = self.placement, self.shapes(variables, batch)
+        return attention_report(self.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
 
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""

@@ -182,6 +182,11 @@ stages = dataclasses.replace(CONFIG.zero, stage=own(3, 2))  # of which one gathe
 result["own stage"] = attempt(
     lambda: zero.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=stages)
 )
+with zero.Checkpointer(f"{OUT}/of_stages") as checkpointer:
+    checkpointer.save(1, step_of(0.1)[1])
+result["own restored stage"] = attempt(
+    lambda: zero.restore(f"{OUT}/of_stages", init_fn=init_fn, tx=optax.sgd(0.1), mesh=mesh, config=stages)
+)
 result["own batch size"] = attempt(lambda: take_step(0.1, size=own(4, 6)))
 evaluate = zero.make_eval_step(
     lambda params, batch: loss_fn(params, batch, own(1.0, 3.0)), mesh=mesh, config=CONFIG.zero

@@ -36,7 +36,7 @@ _REMEDY = (
     "all processes the same code, settings, random seeds and releases, and batches of the same sizes (docs/own_loop.md)"
 )
 _SAME_VALUES = (
-    "all processes the same params, optimizer and key: seed NumPy's random numbers alike, or give init_state a "
+    "all processes the same params, optimizer, config and key: seed NumPy's random numbers alike, or give init_state a "
     "function of its key"
 )
 _LONG_TEXT = re.compile(r'"(?:[^"\\]|\\.){1000,}"')

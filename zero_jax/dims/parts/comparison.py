@@ -39,6 +39,7 @@ _ADDS = frozenset({name for name, known in known_primitives().items() if known.l
 # What is not proven counts against a loss, so that none of these is certain.
 _WHY = {
     "mixed": "examples of a batch may be mixed at {}",
+    "sorted": "examples of a batch are sorted together at {}",
     "derived": "the derivatives that are defined at {} may be others on a part of a batch",
     "sized": "what is computed at {} may depend on the number of examples",
     "batches": "examples are put behind others at {} (stack them along another dim, or call the model on each)",
@@ -166,10 +167,8 @@ class TraceComparison:
         try:
             results = self.by_rule(pair, inputs)
         except Refused as refused:
-            placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
-            results = self.with_shares(pair, inputs) or (
-                [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
-            )
+            why = _why(pair, inputs, str(refused))
+            results = self.with_shares(pair, inputs) or [self.refused(why)] * len(pair.whole.outvars)
         of_params = any(x.of_params for x in inputs)
         return [self.checked(pair, i, x, of_params) for i, x in enumerate(results)]
 
@@ -276,6 +275,14 @@ class TraceComparison:
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
         return dataclasses.replace(x, of_params=of_params or x.of_params)
+
+
+def _why(pair: Pair, inputs: Sequence[Relation], why: str) -> str:
+    """Returns why an operation is refused, more exactly where the operation says it."""
+    placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
+    if pair.whole.primitive.name == "sort" and (placed or why == "mixed"):
+        return "sorted" if any(x.dim == pair.params["dimension"] for x in inputs) else why
+    return "placed" if placed else why
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -209,7 +209,7 @@ def test_keys_of_microbatches_make_no_key():
     config = reference.make_config(stage=1, num_microbatches=2)
     loss = lambda p, b, key: (loss_fn(p, b), {"key": key})  # noqa: E731
     step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=config)
-    with pytest.raises(ValueError, match=r"aux leaf 'key' holds PRNG keys.*leave it out of aux"):
+    with pytest.raises(ValueError, match=r"aux leaf 'key' holds PRNG keys.*leave it out of aux, or set num_micro"):
         step(stage_1_state(), make_batch())
 
 

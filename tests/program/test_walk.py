@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from zero_jax.program.jaxprs import bind
-from zero_jax.program.walk import Deferred, Packed, Walk
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, open_jaxpr
+from zero_jax.program.walk import Deferred, Packed, Rewriting, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +90,41 @@ def test_an_array_is_passed_once_with_the_flags_of_all_values_that_have_it():
     assert packed.spread((False, True, False, False)) == (False, True) and packed.spread(True) is True
     first, half, second, third = packed.values_of(["a", "b"])
     assert (first, half, second, third) == ("a", Halved("b"), "b", "a")
+
+
+class DoubledSines(Rewriting):
+    """Doubles sines."""
+
+    def changes(self, eqn):
+        return eqn.primitive.name == "sin"
+
+    def changed(self, eqn, values):
+        return [2 * x for x in bind(eqn, values)]
+
+
+def test_what_is_not_rewritten_stays_the_same_equation():
+    def fn(x, y):
+        sine, cosine = jnp.sin(x), jax.jit(jnp.cos)(y)
+        return sine, cosine * sine, jax.checkpoint(jnp.sin)(y) + 1
+
+    x, y = jnp.ones(2), jnp.arange(2.0)
+    closed = jax.make_jaxpr(fn)(x, y)
+    rewritten = DoubledSines().rewritten(closed)
+    before, after = (open_jaxpr(each)[0].eqns for each in (closed, rewritten))
+    (cosine,) = (eqn for eqn in before if eqn.primitive.name == "jit")
+    assert any(eqn is cosine for eqn in after)
+    results, doubled = evaluate(*open_jaxpr(rewritten), [x, y]), 2 * jnp.sin(x)
+    chex.assert_trees_all_close(results, [doubled, jnp.cos(y) * doubled, 2 * jnp.sin(y) + 1])
+    unchanged = jax.make_jaxpr(jnp.cos)(x)
+    assert DoubledSines().rewritten(unchanged) is unchanged
+
+
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: jnp.float32(5), lambda x: x * np.arange(3.0, dtype="f")])
+def test_a_rewritten_equation_may_return_an_operand_a_number_or_what_is_made_of_a_constant(made):
+    class Other(DoubledSines):
+        def changed(self, eqn, values):
+            return [made(*values)]
+
+    x = jnp.full(3, 2.0) if made(jnp.ones(3)).ndim else jnp.float32(2)
+    rewritten = Other().rewritten(jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.sin(x) + x))(x))
+    chex.assert_trees_all_close(evaluate(*open_jaxpr(rewritten), [x]), [made(x), made(x) + x])

@@ -118,6 +118,24 @@ def test_a_sharded_batch_of_another_size_is_refused_in_both(results):
         assert error.startswith(("ValueError: ", f"OtherProcessFailed: process {1 - index} failed: "))
 
 
+def test_stages_that_differ_are_refused_before_one_process_gathers_params(results):
+    """One that gathers nothing would leave the other waiting for it."""
+    for name, does in (("own stage", "make"), ("own restored stage", "restore")):
+        for error in both(results, name):
+            assert error.startswith(
+                f"ValueError: the processes differ in the train state that they {does}: the spec of"
+            )
+            assert "'params/w' is P(None, 'data') in process 0, P() in process 1" in error
+
+
+def test_a_share_that_does_not_divide_over_the_devices_of_its_process_is_refused(results):
+    for index, (size, next_size) in enumerate([(3, 4), (5, 6)]):
+        assert results[index]["divided"] == (
+            f"ValueError: batch leaf 'x' has {size} examples, which do not divide over the 2 devices with examples of "
+            f"their own of process {index}: give a multiple of 2, for example {next_size}"
+        )
+
+
 def test_a_process_whose_batches_end_first_ends_the_run_with_its_state(results):
     saved = "step_00000003"
     for name in ("ended", "ended with a state"):

@@ -178,6 +178,15 @@ def take_step(*arguments, **options):
 result["own step"] = attempt(lambda: take_step(0.1))
 result["own learning rate"] = attempt(lambda: take_step(own(0.1, 0.2)))
 result["own seed"] = attempt(lambda: take_step(0.1, seed=own(0, 1)))
+stages = dataclasses.replace(CONFIG.zero, stage=own(3, 2))  # of which one gathers the params of a state
+result["own stage"] = attempt(
+    lambda: zero.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=stages)
+)
+with zero.Checkpointer(f"{OUT}/of_stages") as checkpointer:
+    checkpointer.save(1, step_of(0.1)[1])
+result["own restored stage"] = attempt(
+    lambda: zero.restore(f"{OUT}/of_stages", init_fn=init_fn, tx=optax.sgd(0.1), mesh=mesh, config=stages)
+)
 result["own batch size"] = attempt(lambda: take_step(0.1, size=own(4, 6)))
 evaluate = zero.make_eval_step(
     lambda params, batch: loss_fn(params, batch, own(1.0, 3.0)), mesh=mesh, config=CONFIG.zero
@@ -191,6 +200,7 @@ result["sharded"] = attempt(lambda: list(zero.shard_batch(batch_of(0), mesh=mesh
 if INDEX == 0:
     zero.shard_batch({"y": np.zeros((4, 3))}, mesh=mesh)  # of one process alone: nobody waits
 turns_of().take()
+result["divided"] = attempt(lambda: zero.shard_batch(batch_of(0, size=own(3, 5)), mesh=mesh))
 result["sharded sizes"] = attempt(lambda: (zero.shard_batch(batch_of(0, size=own(2, 8)), mesh=mesh), turns_of().take()))
 
 # Ends that are one process's own

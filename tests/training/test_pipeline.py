@@ -1036,7 +1036,24 @@ def beside_a_reference(params, batch):
     return -((frozen * logps).sum(-1) * batch["mask"]).mean()
 
 
+def by_experts(x, w):
+    """Tokens `[tokens, features]` that are sorted by their experts: two, which are the halves of a matrix."""
+    experts = w["w"].reshape(2, FEATURES // 2, FEATURES)
+    chosen = jnp.argmax(x[:, :2], axis=1)
+    order = jnp.argsort(chosen)
+    rows = jax.lax.ragged_dot(x[order, : FEATURES // 2], experts, jnp.bincount(chosen, length=2).astype(jnp.int32))
+    return jnp.tanh(rows[jnp.argsort(order)] + w["bias"])
+
+
+def with_sorted_tokens(params, batch):
+    """A mixture of experts without capacities, which sorts the tokens of each example by itself."""
+    x = params["embed"][batch["tokens"]]
+    layer = lambda x, w: (x + jax.lax.map(lambda row: by_experts(row, w), x), None)  # noqa: E731
+    return jnp.square(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]).mean()
+
+
 FORMS = {
+    with_sorted_tokens: ("1f1b", 4, [LAYERS]),
     beside_a_reference: ("1f1b", 4, [LAYERS] * 2),
     of_pairs: ("1f1b", 4, [LAYERS]),
     of_two_views: ("gpipe", 4, [LAYERS]),
@@ -1322,6 +1339,10 @@ def mapped(params, batch):
 REFUSED = {
     "examples that are mixed": (replaced(lambda x, w: (x - x.mean(0)) @ w["w"]), "may be mixed at .*test_pipeline"),
     "a weighed mean": (replaced(lambda x, w: x @ w["w"] * (x.sum() / jnp.abs(x).sum())), "test_pipeline"),
+    "tokens that are sorted": (
+        replaced(lambda x, w: x + by_experts(x.reshape(-1, FEATURES), w).reshape(x.shape)),
+        r"examples of a batch are sorted together at .*test_pipeline.*; sort what each example has by itself, by jax.",
+    ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),
     "another operation": (
@@ -1369,6 +1390,20 @@ def test_what_cannot_be_cut_is_refused_with_its_line(name):
     )
     assert not report.loops
     assert report.why_none in str(report)
+
+
+def test_what_stages_0_and_1_do_not_return_names_the_stage_that_does():
+    """At these each device has gradients of its own examples, so that aux is made of that of each."""
+    perplexity = lambda p, b: jnp.exp(jax.nn.logsumexp(b["mask"].mean(0)) + b["mask"].std())  # noqa: E731
+    with pytest.warns(UserWarning, match=r"without 'of all', .* of each device\. stage=2 returns all of it"):
+        lowered(lambda p, b: (loss_fn(p, b)[0], {"of all": perplexity(p, b)}), stage=1)
+    lowered(lambda p, b: (loss_fn(p, b)[0], {"of all": perplexity(p, b)}), stage=2)
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"aux leaf 'key' holds PRNG keys, .* leave it out of aux, or set stage=2"):
+        lowered(lambda p, b: (loss_fn(p, b)[0], {"key": key}), stage=1)
+    odd = {**make_batches(1)[0], "odd": np.zeros(8)}
+    with pytest.raises(ValueError, match=r"differ in their leading dim: .* or leave pipe out"):
+        lowered(loss_fn, batch=odd)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():

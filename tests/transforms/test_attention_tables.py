@@ -56,7 +56,7 @@ def known_values(function):
     jaxpr, consts = flatten(jax.make_jaxpr(function)())
     prover = Prover(jaxpr, consts, [])
     for atom in jaxpr.outvars:
-        table = prover.read(atom, prover.known)
+        (table,) = prover.of_atoms([atom], prover.known)
         assert isinstance(table, Table), atom
         indices = all_leaves(table.indices)
         array = table.split().along(indices)

@@ -1,7 +1,6 @@
 """Lookups of one element of each row by a comparison of places: the same values and derivatives, and less memory."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ import pytest
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.transforms import lookups_by_place
 
-TPU = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="tpu")]))
 INDICES = np.array([[0, 6, -1, 7, -7, -8, 3]])  # the places of a row of 7, from both ends, and beyond
 
 
@@ -50,7 +49,7 @@ def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, 
     def loss(rows, indices):
         return jnp.sin(look_up(rows, indices, axis, mode).astype(jnp.float32)) * jnp.arange(7.0)
 
-    by_place = lookups_by_place(loss, mesh=TPU)
+    by_place = lookups_by_place(loss)
     assert (num_lookups(loss, rows, indices), num_lookups(by_place, rows, indices)) == (1, 0)
     of_each = [jax.vjp(lambda rows, fn=fn: fn(rows, indices), rows) for fn in (loss, by_place)]
     (expected, expected_pullback), (found, pullback) = of_each
@@ -60,25 +59,43 @@ def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, 
 
 
 @pytest.mark.parametrize(
-    ("look_up", "mesh"),
+    "look_up",
     [
-        (picked, None),  # other hardware
-        (lambda rows, indices, *_: rows[jnp.abs(indices)], TPU),  # rows of a table
-        (lambda rows, indices, *_: jnp.take_along_axis(rows, indices[:, None], axis=-1, mode="clip"), TPU),  # several
-        (lambda rows, indices, *_: picked(jnp.int32(rows), indices, -1, "clip"), TPU),  # no floats
-        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], indices % 7, jnp.arange(6, -1, -1)], TPU),  # backwards
-        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7), jnp.arange(7)], TPU),  # a diagonal
-        (lambda rows, indices, *_: rows[jnp.arange(2)[:, None], jnp.arange(7), indices[:2]], TPU),  # a part of the rows
-        (lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7) - 1, indices], TPU),  # other rows
-        (lambda rows, indices, *_: rows[jnp.arange(3), jnp.arange(7)[:, None], indices.T], TPU),  # in another order
+        lambda rows, indices, *_: rows[jnp.abs(indices)],  # rows of a table
+        lambda rows, indices, *_: jnp.take_along_axis(rows, indices[:, None], axis=-1, mode="clip"),  # several
+        lambda rows, indices, *_: picked(jnp.int32(rows), indices, -1, "clip"),  # no floats
+        lambda rows, indices, *_: rows[jnp.arange(3)[:, None], indices % 7, jnp.arange(6, -1, -1)],  # backwards
+        lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7), jnp.arange(7)],  # a diagonal
+        lambda rows, indices, *_: rows[jnp.arange(2)[:, None], jnp.arange(7), indices[:2]],  # a part of the rows
+        lambda rows, indices, *_: rows[jnp.arange(3)[:, None], jnp.arange(7) - 1, indices],  # other rows
+        lambda rows, indices, *_: rows[jnp.arange(3), jnp.arange(7)[:, None], indices.T],  # in another order
     ],
 )
-def test_other_lookups_stay_as_they_are(look_up, mesh):
+def test_other_lookups_stay_as_they_are(look_up):
     def loss(rows, indices):
         return look_up(rows, indices, -1, "clip").sum()
 
     rows, indices = jnp.ones((3, 7, 7)), jnp.tile(INDICES, (3, 1))
-    assert num_lookups(lookups_by_place(loss, mesh=mesh or mesh_of("1")), rows, indices) == 1
+    assert num_lookups(lookups_by_place(loss), rows, indices) == 1
+
+
+def test_rows_may_be_numbered_by_what_is_reshaped_or_transposed():
+    def loss(rows, indices):
+        return rows[jnp.arange(3).reshape(3, 1), jnp.broadcast_to(jnp.arange(7)[:, None], (7, 3)).T, indices]
+
+    rows, indices = jax.random.normal(jax.random.key(0), (3, 7, 7)), jnp.tile(INDICES, (3, 1))
+    by_place = lookups_by_place(loss)
+    assert (num_lookups(loss, rows, indices), num_lookups(by_place, rows, indices)) == (1, 0)
+    np.testing.assert_array_equal(by_place(rows, indices), loss(rows, indices))
+
+
+def test_other_hardware_looks_up():
+    def loss_fn(params, batch):
+        return picked(params["rows"], batch["indices"], -1, "clip").sum()
+
+    params, batch = {"rows": jnp.ones((1, 7, 7))}, {"indices": jnp.array(INDICES)}
+    loss = StepLoss.of(loss_fn, params, mesh=mesh_of("1"), config=zero.ZeroConfig(stage=0))
+    assert num_lookups(loss.to_place(), params, batch, jax.random.key(0)) == 1
 
 
 def numbered_loss(logits, targets):

@@ -31,7 +31,7 @@ from zero_jax.checkpoint.finding import (
 from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
 from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record
 from zero_jax.checkpoint.saved_state import dtype_name, opt_state_classes, saved_leaves
-from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.agreement import Agreement, agree_on, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
@@ -259,6 +259,9 @@ class _Restore:
     def to_stage(self, sharded: TrainState, record: Record) -> TrainState:
         """Makes the state of the target stage: low-precision copies, and that stage's shardings."""
         target = self.shapes(self.config, _key_shape(record.leaves.get("key")))
+        # A process that gathers nothing would leave others waiting whose stage gathers params.
+        specs = {f"the spec of {name!r}": str(x.sharding.spec) for name, x in leaves_by_name(target).items()}
+        agree_on("the train state that they restore", specs, remedy="all processes the same mesh and config")
         masters = sharded.params
         without_params = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
         placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))

@@ -1,7 +1,6 @@
 """The options of `zero-jax train` as the config of a run, as a config file, and as `--show-config` shows them."""
 
 import argparse
-import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -23,7 +22,6 @@ from zero_jax.cli.options import explicit, field_values, from_file, log_line, op
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.files.user_cache import has_mark
 from zero_jax.planning import PlanReport
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
@@ -121,12 +119,8 @@ def check_plan_file(path: pathlib.Path) -> None:
     """Raises `ValueError` for a file that cannot be written, or that would be lost: one that no plan has written."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--write-config {path}: there is no such folder, make it first")
-    if not path.exists():
+    if not path.exists() or has_mark(path, f"# {_PLAN_TITLE}".encode()):
         return
-    begins = f"# {_PLAN_TITLE}".encode()
-    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
-        if file.read(len(begins)) == begins:
-            return
     raise ValueError(
         f"--write-config {path} exists, and `zero-jax plan` did not write it: give another name, or remove it"
     )

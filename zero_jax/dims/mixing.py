@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, is_float, known_primitives
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, is_traced, open_jaxpr
-from zero_jax.program.subcalls import CALLS, subcall
+from zero_jax.program.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
 
@@ -67,6 +67,11 @@ class Examples(Dataflow[State]):
         """The `id`s of the products of params with unsharded values."""
         return frozenset(key for key, is_mixed in self.notes.items() if is_mixed)
 
+    @property
+    def may_be_anchored(self) -> bool:
+        """Whether there is a loop, or an operation that mixes examples or follows one that does."""
+        return bool(self.loops) or any(move is not None for move in self.moves.values())
+
     def carries(self, eqn: Any) -> dict[int, int]:
         """Returns the carries of a loop that begin without a dim of examples and then have one, and which."""
         sub, found = subcall(eqn), {}
@@ -108,13 +113,13 @@ class Examples(Dataflow[State]):
         """Returns the state of a stack of results."""
         return result + 1 if isinstance(result, int) else result
 
-    def equation(self, eqn: Any, operands: list[State]) -> Sequence[State]:
+    def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[State]) -> Sequence[State]:
         """Returns the states of the results of an equation, and notes those of loops and of own derivatives."""
-        results, sub = super().equation(eqn, operands), subcall(eqn)
-        if sub is not None and sub.kind in LOOPS:
+        results = super().of_jaxprs(eqn, sub, operands)
+        if sub.kind in LOOPS:
             for i, pair in enumerate(zip(sub.split(operands)[1], results, strict=False)):
                 self.loops.setdefault((id(eqn), i), set()).add(pair)
-        elif sub is not None and sub.kind == "custom_vjp":
+        elif sub.kind == "custom_vjp":
             self.note_operands(eqn, operands)
         return results
 

@@ -10,6 +10,7 @@ operand dim *maps to* a result dim if the operation is a `jax.vmap` over it. Oth
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -422,7 +423,12 @@ def has_wrong_gradient(eqn: Any) -> bool:
 
 def is_float(aval: Any) -> bool:
     """Tells whether an abstract value can have a gradient; a token has no dtype."""
-    return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+    return hasattr(aval, "dtype") and _is_inexact(aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
 def moves_elements(eqn: Any) -> bool:

@@ -55,21 +55,25 @@ class Dataflow(Generic[V]):
         env.update(zip(opened.invars, inputs, strict=True))
         for eqn in opened.eqns:
             env.update(zip(eqn.outvars, self.visit(eqn, env), strict=True))
-        return [self.read(atom, env) for atom in opened.outvars]
+        return self.of_atoms(opened.outvars, env)
 
-    def read(self, atom: Any, env: dict[Any, V]) -> V:
-        """Returns what is known of an operand or a result."""
-        return self.constant(atom) if is_literal(atom) else env[atom]
+    def of_atoms(self, atoms: Sequence[Any], env: dict[Any, V]) -> list[V]:
+        """Returns what is known of operands or results."""
+        return [self.constant(atom) if is_literal(atom) else env[atom] for atom in atoms]
 
     def visit(self, eqn: Any, env: dict[Any, V]) -> Sequence[V]:
         """Returns what is known of an equation's results; a subclass may first change what is known of its inputs."""
-        return self.equation(eqn, [self.read(atom, env) for atom in eqn.invars])
+        return self.equation(eqn, self.of_atoms(eqn.invars, env))
 
     def equation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
         """Returns what is known of the results of an equation: of the jaxprs in it, if it enters them."""
         sub = subcall(eqn)
         if sub is None or sub.kind not in self.enters:
             return self.operation(eqn, operands)
+        return self.of_jaxprs(eqn, sub, operands)
+
+    def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[V]) -> Sequence[V]:
+        """Returns what is known of the results of an equation from the jaxprs in it."""
         if sub.kind == "cond":
             branches = [self.run(branch, operands[1:]) for branch in sub.branches]
             # Which branch a result is of depends on the index, `operands[0]`: what is known of that is joined, too.

@@ -79,6 +79,24 @@ def with_equations(jaxpr: Any, equation: Equation) -> Any:
     return trace_flat(lambda *xs: evaluate(opened, consts, xs, equation), [var.aval for var in opened.invars])
 
 
+def with_some(jaxpr: Any, which: Collection[int], equation: Equation) -> Any:
+    """Returns a closed jaxpr of what another one computes, with a function in place of equations, by their `id`s.
+
+    The others stay what they are, and are not traced again. What the function does at one equation does not depend on
+    arrays that it made at another.
+    """
+    opened, _ = open_jaxpr(jaxpr)
+
+    def traced(eqn: Any) -> Any:
+        return trace_flat(lambda *values: [*equation(eqn, [*values])], [atom.aval for atom in eqn.invars])
+
+    made = {id(eqn): traced(eqn) for eqn in opened.eqns if id(eqn) in which}
+    if any(consts for _, consts in map(open_jaxpr, made.values())):  # they would be inputs of their own
+        return with_equations(jaxpr, lambda eqn, values: (equation if id(eqn) in which else bind)(eqn, values))
+    eqns, outvars = _written_out(opened, lambda eqn: made.get(id(eqn)), sourced=False)
+    return with_results(jaxpr, outvars, eqns=eqns)
+
+
 def flattened(jaxpr: Any, kinds: Collection[str] = ("call",), leaves: Callable[[Any], bool] = lambda eqn: False) -> Any:
     """Returns a jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
 
@@ -90,7 +108,12 @@ def flattened(jaxpr: Any, kinds: Collection[str] = ("call",), leaves: Callable[[
     # which nothing that is traced outside of it knows.
     written = all(type(effect).__name__ == "NamedAxisEffect" for effect in opened.effects)
     if written and _can_be_written_out(opened, kinds):
-        eqns, outvars = _written_out(opened, kinds, leaves)
+
+        def within(eqn: Any) -> Any:
+            sub = subcall(eqn)
+            return None if sub is None or sub.kind not in kinds or leaves(eqn) else sub.jaxpr
+
+        eqns, outvars = _written_out(opened, within)
         return with_results(jaxpr, outvars, eqns=eqns)
     return with_equations(jaxpr, inlining(kinds))
 
@@ -123,26 +146,31 @@ def _can_be_written_out(jaxpr: Any, kinds: Collection[str]) -> bool:
     return all(not consts and not x.constvars and _can_be_written_out(x, kinds) for x, consts in opened)
 
 
-def _written_out(jaxpr: Any, kinds: Collection[str], leaves: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """Returns the equations and the results of a jaxpr, with those of the jaxprs to put in place."""
+def _written_out(jaxpr: Any, within: Callable[[Any], Any], *, sourced: bool = True) -> tuple[list[Any], list[Any]]:
+    """Returns the equations and the results of a jaxpr, with those of other jaxprs in place of some equations.
+
+    `within` returns such a jaxpr, or None. Its equations get source and names of the equation that it is in place of
+    beside their own, if `sourced`.
+    """
     eqns: list[Any] = []
 
     def add(eqns_within: Sequence[Any], atoms: dict[Any, Any], around: Sequence[Any]) -> None:
         read = lambda atom: atom if is_literal(atom) else atoms.get(atom, atom)  # noqa: E731
         for eqn in eqns_within:
-            invars, sub = [read(atom) for atom in eqn.invars], subcall(eqn)
-            if sub is not None and sub.kind in kinds and not leaves(eqn):
-                inner, _ = open_jaxpr(sub.jaxpr)
-                within = dict(zip(inner.invars, invars, strict=True))
-                add(inner.eqns, within, (*around, eqn))
-                results = [atom if is_literal(atom) else within.get(atom, atom) for atom in inner.outvars]
+            invars = [read(atom) for atom in eqn.invars]
+            if (jaxpr := within(eqn)) is not None:
+                inner, _ = open_jaxpr(jaxpr)
+                made = dict(zip(inner.invars, invars, strict=True))
+                add(inner.eqns, made, (*around, eqn))
+                results = [atom if is_literal(atom) else made.get(atom, atom) for atom in inner.outvars]
                 atoms.update(zip(eqn.outvars, results, strict=True))
             elif not around:
-                eqns.append(eqn.replace(invars=invars))
+                eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
             else:  # calls of equal layers share one jaxpr, and a variable is made once: each has variables of its own
                 outvars = [*map(new_variable, eqn.outvars)]
                 atoms.update(zip(eqn.outvars, outvars, strict=True))
-                eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source_within(eqn, around)))
+                source = source_within(eqn, around) if sourced else eqn.source_info
+                eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
 
     results: dict[Any, Any] = {}
     add(jaxpr.eqns, results, ())

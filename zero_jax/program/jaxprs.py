@@ -100,12 +100,17 @@ def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
     return decorate
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most parameters
+
+
 def inner_jaxprs(eqn: Any) -> tuple[Any, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
     found: tuple[Any, ...] = ()
     for value in eqn.params.values():  # passes ask this of each equation several times: no generators
+        if type(value) in _PLAIN:
+            continue
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(item, "eqns"):
+            if type(item) not in _PLAIN and hasattr(item, "eqns"):
                 found += (item,)
     return found
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from zero_jax.core.tree import eval_shapes
 from zero_jax.program.evaluation import evaluate, inlining, trace_flat
 from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.program.subcalls import MANUAL, primitives_in
 
 Pass = Callable[["Traced"], "Traced"]
 # From the leaves of the arguments to those of the result. What it does is noted in a list, if one is given.
@@ -42,13 +43,20 @@ class Traced:
             return self._before
         return trace_flat(lambda *leaves: [*self(leaves)], [var.aval for var in open_jaxpr(self._before)[0].invars])
 
+    @functools.cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives in the jaxpr, but for those in a `jax.shard_map`."""
+        return primitives_in(self.closed, skip=MANUAL)
+
     @property
     def num_params(self) -> int:
         """The number of inputs that are params or model state."""
         return self.params_tree.num_leaves
 
     def rewritten(self, closed: Any, out_shape: Any = None) -> Traced:
-        """Returns the program of another jaxpr of the same inputs."""
+        """Returns the program of another jaxpr of the same inputs; itself if that is its own."""
+        if self._run is None and closed is self._before and out_shape is None:
+            return self
         return Traced(closed, self.params_tree, self.out_shape if out_shape is None else out_shape)
 
     def evaluated(self, run: Run) -> Traced:

@@ -110,6 +110,18 @@ def equations_of(eqn: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
     return _with_inner([eqn], skip)
 
 
+def primitives_in(jaxpr: Any, *, skip: Collection[str] = ()) -> frozenset[str]:
+    """Returns the names of the primitives of `equations`."""
+    names, jaxprs, seen = set[str](), [jaxpr], set[int]()
+    for each in jaxprs:  # with those that are found on the way; equal layers run one jaxpr
+        if id(each) not in seen:
+            seen.add(id(each))
+            eqns = [eqn for eqn in open_jaxpr(each)[0].eqns if eqn.primitive.name not in skip]
+            names.update(eqn.primitive.name for eqn in eqns)
+            jaxprs += [inner for eqn in eqns for inner in inner_jaxprs(eqn)]
+    return frozenset(names)
+
+
 def _with_inner(eqns: Sequence[Any], skip: Collection[str]) -> Iterator[Any]:
     for eqn in eqns:
         if eqn.primitive.name not in skip:

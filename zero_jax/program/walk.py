@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.program.evaluation import evaluate, with_equations
+from zero_jax.program.evaluation import evaluate, with_equations, with_some
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
+from zero_jax.program.subcalls import MANUAL, Subcall, equations_of, subcall
 
 F = TypeVar("F")
 
@@ -244,6 +244,8 @@ class Rewriting(Walk[None]):
     """
 
     entered: frozenset[str] = frozenset({"call", "remat", "scan", "cond"})
+    # Whether all equations are traced again, because what is made at one may be used at another
+    traces_all: bool = False
 
     def changes(self, eqn: Any) -> bool:
         """Tells whether an equation is one to change."""
@@ -259,10 +261,16 @@ class Rewriting(Walk[None]):
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         """Tells whether there is an equation to change in another."""
-        return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))
+        return sub.kind in self.entered and self.holds(eqn)
+
+    def holds(self, eqn: Any) -> bool:
+        """Tells whether an equation is one to change, or has one in it."""
+        return any(map(self.changes, equations_of(eqn, skip=MANUAL)))
 
     def rewritten(self, closed: Any) -> Any:
         """Returns a closed jaxpr with its equations changed; itself if there are none to change."""
-        if not any(map(self.changes, equations(closed, skip=MANUAL))):
+        which = {id(eqn) for eqn in open_jaxpr(closed)[0].eqns if self.holds(eqn)}
+        if not which:
             return closed
-        return with_equations(closed, lambda eqn, values: self.equation(eqn, values, None))
+        changed = lambda eqn, values: self.equation(eqn, values, None)  # noqa: E731
+        return with_equations(closed, changed) if self.traces_all else with_some(closed, which, changed)

@@ -38,10 +38,11 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     unit = shards * num_microbatches
     divides = lambda size: size > 0 and size % unit == 0  # noqa: E731
     sizes = {shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape}  # names take time
+    whole = "leave pipe out" if axes.num_stages(mesh) > 1 else "set num_microbatches=1"
     if num_microbatches > 1 and len(sizes) > 1:
         raise ValueError(
             f"the leaves of the batch differ in their leading dim: {leading_dims(batch)}; give each one entry per "
-            f"example, or set num_microbatches=1{_SHARED}"
+            f"example, or {whole}{_SHARED}"
         )
     if not all(map(divides, sizes)):
         name, size = next(leaf for leaf in leading_dims(batch).items() if not divides(leaf[1]))
@@ -55,7 +56,7 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     if num_microbatches > 1 and not sizes:
         raise ValueError(
             f"num_microbatches={num_microbatches}: no leaf of the batch has examples to be divided: give one an entry "
-            "per example, or set num_microbatches=1"
+            f"per example, or {whole}"
         )
 
 
@@ -143,4 +144,29 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         if not any(map(is_traced, leaves)):  # all at once, which is faster than one by one
             check_has_devices(mesh)
             return tree.unflatten(jax.device_put(leaves, shardings))
+    else:
+        _check_share(batch, mesh, axes, is_whole=is_whole)
     return tree.unflatten(map(place, leaves, shardings))
+
+
+def _check_share(batch: PyTree, mesh: Mesh, axes: Axes, *, is_whole: bool) -> None:
+    """Raises `ValueError` for examples of one of several processes that do not divide over its devices."""
+    num_parts = axis_size(mesh, axes.batch) if is_whole else _num_own_parts(mesh, axes)
+    are_global = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(batch)]
+    sizes = [shape[:1] for shape in map(np.shape, jax.tree.leaves(batch))]
+    for i, size in enumerate(sizes):
+        if size and not are_global[i] and num_parts and size[0] % num_parts:
+            whose = "all processes" if is_whole else f"process {jax.process_index()}"
+            raise ValueError(
+                f"batch leaf {leaf_names(batch)[i]!r} has {size[0]} examples, which do not divide over the {num_parts} "
+                f"devices with examples of their own of {whose}: give a multiple of {num_parts}, for example "
+                f"{math.ceil(size[0] / num_parts) * num_parts}"
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def _num_own_parts(mesh: Mesh, axes: Axes) -> int:
+    """Returns how many parts of a batch the devices of this process have; several devices may have the same one."""
+    num_parts = axis_size(mesh, axes.batch)
+    indices = batch_sharding(mesh, axes).addressable_devices_indices_map((num_parts,))
+    return len({index[0].indices(num_parts) for index in indices.values() if index is not None})

@@ -36,7 +36,7 @@ _REMEDY = (
     "all processes the same code, settings, random seeds and releases, and batches of the same sizes (docs/own_loop.md)"
 )
 _SAME_VALUES = (
-    "all processes the same params, optimizer and key: seed NumPy's random numbers alike, or give init_state a "
+    "all processes the same params, optimizer, config and key: seed NumPy's random numbers alike, or give init_state a "
     "function of its key"
 )
 _LONG_TEXT = re.compile(r'"(?:[^"\\]|\\.){1000,}"')
@@ -113,11 +113,13 @@ class SameProgram:
         self._agreed.add(key)
 
 
-def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Array, mesh: Mesh) -> None:
+def check_same_init(
+    jitted: Any, initial: PyTree, variables: PyTree, key: jax.Array, params: PyTree, mesh: Mesh
+) -> None:
     """Raises `ValueError` if the processes of a mesh make different train states: other params, programs or keys.
 
     The function that makes the state takes the params on the devices (`initial`) and the key. `variables` are the
-    params that this process has given, or None.
+    params that this process has given, or None. `params` are the shapes of the state's, which are gathered after it.
     """
     if jax.process_count() == 1 or not (processes := _processes_of(mesh)):
         return
@@ -130,6 +132,8 @@ def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Ar
     facts["the state's key"] = _key_values(key)
     lowered = jitted.lower(initial, key)
     facts |= {f"the state's leaf {name!r}": _shape(x) for name, x in leaves_by_name(lowered.out_info).items()}
+    # What a stage gathers is in no program: a process that gathers nothing would leave the others waiting.
+    facts |= {f"the spec of 'params/{name}'": str(x.sharding.spec) for name, x in leaves_by_name(params).items()}
     text = program_text(lowered)
     what, turns = "the train state that they make", turns_of(processes)
     agree_on(what, facts, long_texts={"its program": text}, remedy=_SAME_VALUES, turns=turns)

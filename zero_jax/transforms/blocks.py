@@ -88,7 +88,7 @@ def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[
     for start, stop in itertools.pairwise(bounds):
         inside = eqns[start:stop]
         made = {var for eqn in inside for var in eqn.outvars}
-        read = dict.fromkeys(var for eqn in inside for var in jaxprs.variables(eqn))
+        read = dict.fromkeys(itertools.chain(*sequence.facts.reads[start:stop]))
         yield RepeatedBlock(
             start=start,
             stop=stop,
@@ -278,18 +278,19 @@ class EqnSequence:
         self.facts, self.jaxpr, self.last_read, self.tied = facts, facts.jaxpr, facts.last_read, tied
         signatures = _Signatures()
         self.eqns: list[int] = []
-        numbers: list[int] = []
-        users: list[int] = []
+        numbers, sizes, users = list[int](), list[int](), list[int]()
         for i, eqn in enumerate(self.jaxpr.eqns):
             if facts.only_params(eqn):
                 continue
-            if facts.params_in(eqn):
+            if i in facts.uses:
                 users.append(len(self.eqns))
             self.eqns.append(i)
-            numbers.append(signatures.of(eqn))
+            number, size = signatures.of(eqn)
+            numbers.append(number)
+            sizes.append(size)
         self.numbers = np.asarray(numbers, np.int64)
         self.users = np.asarray(users, np.int64)  # places of what takes params and activations
-        self.sizes = np.asarray([1 + signatures.num_inner(self.jaxpr.eqns[i]) for i in self.eqns], np.int64)
+        self.sizes = np.asarray(sizes, np.int64)  # in equations, those within counted
         # How many bytes are made up to each place, and how many of them cross it
         made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
         inputs = [var for var in self.jaxpr.invars if self.facts.kind(var) == "value"]
@@ -328,7 +329,7 @@ class EqnSequence:
         """
         turns = list(itertools.starmap(self.params_of, itertools.pairwise(run)))
         params = {*turns} if self.tied else turns
-        reads, is_tied = self.float_reads, len(params) < len(turns)
+        (_, reads), is_tied = self.floats, len(params) < len(turns)
         for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
             maker, _, is_array = reads[:, slice(*np.searchsorted(reads[1], (start, stop)))]
             taken = (before <= maker) & (maker < start) & (is_array >= is_tied)
@@ -345,24 +346,22 @@ class EqnSequence:
 
     def makes_floats(self, start: int, stop: int) -> bool:
         """Tells whether the equations between two places make floating values."""
-        return bool(self.num_floats[start] < self.num_floats[stop])
+        num_made, _ = self.floats
+        return bool(num_made[start] < num_made[stop])
 
     @functools.cached_property
-    def num_floats(self) -> np.ndarray:
-        """How many floating values are made up to each place."""
-        made = [sum(is_float(var.aval) for var in self.jaxpr.eqns[i].outvars) for i in self.eqns]
-        return np.cumsum([0, *made])
+    def floats(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many floating values are made up to each place; where they are made and read, and which are no scalars.
 
-    @functools.cached_property
-    def float_reads(self) -> np.ndarray:
-        """The places where floating values are made and read, by where they are read, and which are no scalars."""
-        made_at: dict[Any, int] = {}
+        The latter in the order of the places where they are read, a column for each.
+        """
+        made_at, num_made = dict[Any, int](), [0]
         rows: list[tuple[int, int, bool]] = []
         for place, i in enumerate(self.eqns):
-            eqn = self.jaxpr.eqns[i]
-            rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*jaxprs.variables(eqn)} if x in made_at]
-            made_at.update((var, place) for var in eqn.outvars if is_float(var.aval))
-        return np.asarray(rows, np.int64).reshape(-1, 3).T
+            rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*self.facts.reads[i]} if x in made_at]
+            made_at.update((var, place) for var in self.jaxpr.eqns[i].outvars if is_float(var.aval))
+            num_made.append(len(made_at))
+        return np.asarray(num_made), np.asarray(rows, np.int64).reshape(-1, 3).T
 
     @functools.cached_property
     def param_parts(self) -> np.ndarray:
@@ -370,7 +369,7 @@ class EqnSequence:
         numbers: dict[Hashable, int] = {}
         pairs: list[tuple[int, int]] = []
         for place in self.users.tolist():
-            read = jaxprs.variables(self.jaxpr.eqns[self.eqns[place]])
+            read = self.facts.reads[self.eqns[place]]
             used = [self.facts.origins[var] for var in read if self.facts.kind(var) == "param"]
             pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
@@ -405,21 +404,20 @@ class _Signatures:
     def number(self, key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def of(self, eqn: Any) -> int:
-        inner = tuple(self.of_jaxpr(jaxpr)[1] for jaxpr in jaxprs.inner_jaxprs(eqn))
+    def of(self, eqn: Any) -> tuple[int, int]:
+        """Returns the number of an equation, and how many equations it is with those in it."""
+        inner = [self.of_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn)]
         avals = [tuple(_kind(var.aval) for var in variables) for variables in (eqn.invars, eqn.outvars)]
-        return self.number((eqn.primitive.name, *avals, inner))
+        number = self.number((eqn.primitive.name, *avals, tuple(number for _, number, _ in inner)))
+        return number, 1 + sum(size for *_, size in inner)
 
     def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:
         """Returns the jaxpr (so that its id stays its own), its number, and how many equations it has."""
         if id(jaxpr) not in self.inner:
-            opened, _ = jaxprs.open_jaxpr(jaxpr)
-            number = self.number(tuple(self.of(eqn) for eqn in opened.eqns))
-            self.inner[id(jaxpr)] = jaxpr, number, sum(1 + self.num_inner(eqn) for eqn in opened.eqns)
+            each = [self.of(eqn) for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns]
+            number = self.number(tuple(number for number, _ in each))
+            self.inner[id(jaxpr)] = jaxpr, number, sum(size for _, size in each)
         return self.inner[id(jaxpr)]
-
-    def num_inner(self, eqn: Any) -> int:
-        return sum(self.of_jaxpr(jaxpr)[2] for jaxpr in jaxprs.inner_jaxprs(eqn))
 
 
 def _kind(aval: Any) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from zero_jax.dims import PARTS, is_contraction
@@ -31,6 +31,11 @@ class Facts:
         self.jaxpr, self.kinds, self.rule = jaxpr, kinds, rule
 
     @functools.cached_property
+    def reads(self) -> list[list[Any]]:
+        """The inputs of each equation that are variables."""
+        return [jaxprs.variables(eqn) for eqn in self.jaxpr.eqns]
+
+    @functools.cached_property
     def origins(self) -> dict[Any, Origin]:
         """For each variable that is made of params and constants alone, of which."""
         params = [frozenset((i,)) if kind == "param" else frozenset() for i, kind in enumerate(self.kinds)]
@@ -50,20 +55,20 @@ class Facts:
         """Tells whether an equation is on params and constants alone."""
         return bool(eqn.outvars) and eqn.outvars[0] in self.origins
 
-    def params_in(self, eqn: Any) -> frozenset[int]:
-        """Returns the params that those inputs of an equation are made of that are made of params alone."""
-        origins = (self.origins.get(var) for var in jaxprs.variables(eqn))
-        return frozenset().union(*(origin.params for origin in origins if origin is not None))
-
-    def last_use(self, params: Collection[int]) -> Any:
-        """Returns the last equation that brings some of these params together with anything else; None if none does."""
-        uses = (eqn for eqn in reversed(self.jaxpr.eqns) if not self.only_params(eqn))
-        return next((eqn for eqn in uses if not self.params_in(eqn).isdisjoint(params)), None)
+    @functools.cached_property
+    def uses(self) -> dict[int, frozenset[int]]:
+        """For each equation that brings params together with anything else, by its index, which params."""
+        found = dict[int, frozenset[int]]()
+        for i, variables in enumerate(self.reads):
+            params = [origin.params for var in variables if (origin := self.origins.get(var)) and origin.params]
+            if params and not self.only_params(self.jaxpr.eqns[i]):
+                found[i] = frozenset().union(*params)
+        return found
 
     @functools.cached_property
     def last_read(self) -> dict[Any, int]:
         """For each variable the index of its last reader, past the end for what is returned."""
-        last = {var: i for i, eqn in enumerate(self.jaxpr.eqns) for var in jaxprs.variables(eqn)}
+        last = {var: i for i, variables in enumerate(self.reads) for var in variables}
         return last | {var: len(self.jaxpr.eqns) for var in self.jaxpr.outvars if not jaxprs.is_literal(var)}
 
 

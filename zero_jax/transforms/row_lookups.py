@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
+from zero_jax.dims import CASTS, SAME_ELEMENTS, dim_map
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
@@ -26,20 +26,19 @@ from zero_jax.program.walk import Rewriting
 _Known = int | str | tuple[Any, ...] | None
 
 
-def lookups_by_place(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
+def lookups_by_place(loss_fn: Callable[..., Any]) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs need no array in memory to look up an element of each row.
 
     The result computes the same values and has the same derivatives. Only lookups of floats change, one in each row, as
     `jnp.take_along_axis(logits, targets[..., None], -1)` and `logits[jnp.arange(n), targets]` make them.
     """
-    program = LossProgram.of(loss_fn)
 
     def by_place(traced: Traced) -> Traced:
         places = _Places()
         places.run(traced.closed, [None] * len(open_jaxpr(traced.closed)[0].invars))
         return traced.rewritten(_Lookups(places.notes).rewritten(traced.closed))
 
-    return program.then(by_place) if mesh.devices.flat[0].platform == "tpu" else program
+    return LossProgram.of(loss_fn).then(by_place)
 
 
 class _Places(Dataflow[_Known]):
@@ -79,12 +78,10 @@ class _Places(Dataflow[_Known]):
             return None
         if name == "lt" and is_literal(eqn.invars[1]) and eqn.invars[1].val == 0:
             return "false"
-        if name == "broadcast_in_dim":
-            dim = params["broadcast_dimensions"][known]
-            return dim if params["shape"][dim] == shapes[0][known] else None
-        if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.integer):
-            return known if shapes[0][known] - 1 <= jnp.iinfo(params["new_dtype"]).max else None
-        return None
+        if name in CASTS:
+            dtype, last = eqn.outvars[0].aval.dtype, shapes[0][known] - 1
+            return known if jnp.issubdtype(dtype, jnp.integer) and last <= jnp.iinfo(dtype).max else None
+        return dim_map(eqn).to((0, known)) if name in SAME_ELEMENTS else None
 
 
 class _Lookups(Rewriting):
@@ -93,6 +90,8 @@ class _Lookups(Rewriting):
     Args:
       places: what is known of the indices of lookups, by their ids.
     """
+
+    traces_all = True
 
     def __init__(self, places: dict[int, _Known]):
         super().__init__()

@@ -55,9 +55,8 @@ def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) ->
 
     def whole(traced: Traced) -> Traced:
         closed = traced.closed
-        eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if mesh.size == 1 or is_manual or not eqns:
+        if mesh.size == 1 or is_manual or _WINDOWED.isdisjoint(traced.primitives):
             return traced.rewritten(closed)
         data = open_jaxpr(closed)[0].invars[traced.num_params :]
         of_examples = _OfExamples()
@@ -157,7 +156,7 @@ def _written_at_one_place(eqn: Any) -> set[int]:
 _PLACES, LANES = 8, 128  # of a tile
 
 
-def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
+def heads_by_tiles(loss_fn: Callable[..., Any]) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs make heads for a fused attention tile by tile.
 
     The result computes the same values and has the same derivatives. Only reshapes between `[..., T, N * H]` and
@@ -165,10 +164,11 @@ def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
     """
 
     def tiled(traced: Traced) -> Traced:
-        return traced.rewritten(_HeadTiles(_heads(traced.closed)).rewritten(traced.closed))
+        is_fused = any(primitive.name in traced.primitives for primitive in PRIMITIVES)
+        heads = _heads(traced.closed) if is_fused else set[tuple[int, ...]]()
+        return traced.rewritten(_HeadTiles(heads).rewritten(traced.closed) if heads else traced.closed)
 
-    program = LossProgram.of(loss_fn)
-    return program.then(tiled) if mesh.devices.flat[0].platform == "tpu" else program
+    return LossProgram.of(loss_fn).then(tiled)
 
 
 def _heads(closed: Any) -> set[tuple[int, ...]]:

@@ -293,6 +293,25 @@ def test_a_rule_of_matrices_for_a_vector_is_named():
         reference.run_zero(loss_fn, tx, make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
 
 
+@pytest.mark.parametrize(
+    ("made", "used", "message"),
+    [
+        (optax.sgd(0.1), optax.adam(0.1), r"it holds no other leaf, and the step needs 0/count int32\[\]"),
+        (optax.adam(0.1), optax.amsgrad(0.1), r"it holds no other leaf, and the step needs 0/nu_max/b float32\[12\]"),
+        (optax.adam(0.1), optax.lion(0.1), r"it holds 0/nu/b float32\[12\], and the step needs no other leaf"),
+        (optax.adam(0.1), optax.adamw(0.1), r"it has its leaves in other containers"),
+    ],
+    ids=["adam", "amsgrad", "lion", "adamw"],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_state_of_another_optimizer_is_named(made, used, message, stage):
+    """Its update fails, which says nothing of what the optimizer needs."""
+    state, _ = reference.make_trainer(loss_fn, made, mesh=mesh_of(MESH), params=host_params(), stage=stage)
+    step = zero.make_train_step(loss_fn, used, mesh=mesh_of(MESH), config=reference.make_config(stage=stage))
+    with pytest.raises(ValueError, match=rf"state.opt_state does not match the optimizer: {message}. Make the state"):
+        step(state, make_batches(1)[0])
+
+
 def test_strict_promotion_is_not_for_optimizers():
     """Those of optax themselves fail under it."""
     with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match=r"'standard'.*optax"):

@@ -201,7 +201,7 @@ class _Shardings(Dataflow[ValueSharding]):
 
     def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""
-        name, inputs = eqn.primitive.name, [self.read(atom, env) for atom in eqn.invars]
+        name, inputs = eqn.primitive.name, self.of_atoms(eqn.invars, env)
         if name in KEEPS_PARTIAL or (name in SUMS and len({x.partial for x in inputs}) == 1):
             return
         for atom, sharding in zip(eqn.invars, inputs, strict=True):
@@ -227,7 +227,7 @@ class _Shardings(Dataflow[ValueSharding]):
         """Propagates through a call; what it sums is summed outside too."""
         opened, _ = open_jaxpr(jaxpr)
         inner: dict[Any, ValueSharding] = {}
-        outs = self.run(opened, [self.read(atom, env) for atom in eqn.invars], inner)
+        outs = self.run(opened, self.of_atoms(eqn.invars, env), inner)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]

@@ -122,7 +122,7 @@ class JudgedLoss:
 
     def warn(self, plan: GradPlan) -> None:
         """Warns if the loss is another one for the plan, if more is sent than asked for, or if aux is left out."""
-        self.aux.warn(num_microbatches=plan.num_microbatches)
+        self.aux.warn(num_microbatches=plan.num_microbatches, remedy=plan.whole_batch)
         weight = self.separable.on_parts.weight
         by = "what each is a mean over" if isinstance(weight, int) else weight
         plan.warn(another_loss=self.separable.another_loss, weighted_by=by or "")
@@ -164,8 +164,8 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
     for name, leaf in () if is_unparted else leaves_by_name(shapes).items():
         if is_key(leaf):
             raise ValueError(
-                f"aux leaf {name!r} holds PRNG keys, and those of several microbatches make none of the batch: "
-                "leave it out of aux, or set num_microbatches=1"
+                f"aux leaf {name!r} holds PRNG keys, and those of several parts of a batch make none of the batch: "
+                f"leave it out of aux, or set {plan.whole_batch}"
             )
     return JudgedLoss(
         program=counted,

@@ -32,16 +32,15 @@ class CombinedAux:
 
     combinations: Mapping[str, Relation]  # how, by the path of the entry, in the order of the leaves
 
-    def warn(self, *, num_microbatches: int) -> None:
-        """Warns of the entries that are not returned."""
-        parts, remedy = f"{num_microbatches} microbatches", "num_microbatches=1 returns all of it"
-        if num_microbatches == 1:
-            parts, remedy = "the examples of each device", "leave grads out of zero.Quantize to have all of it"
+    def warn(self, *, num_microbatches: int, remedy: str) -> None:
+        """Warns of the entries that are not returned, and says what to set so that all of them are."""
+        parts = f"{num_microbatches} microbatches" if num_microbatches > 1 else "the examples of each device"
         if unknown := [f"{name!r}, because {how.why}" for name, how in self.combinations.items() if how.why]:
             more = [f"and {len(unknown) - _MAX_NAMED} more"] if len(unknown) > _MAX_NAMED else []
             named = "; ".join([*unknown[:_MAX_NAMED], *more])
             warnings.warn(
-                f"aux is returned without {named}: it cannot be made of that of {parts}. {remedy}", stacklevel=2
+                f"aux is returned without {named}: it cannot be made of that of {parts}. {remedy} returns all of it",
+                stacklevel=2,
             )
 
     def entries(self, aux: PyTree) -> list[jax.Array]:

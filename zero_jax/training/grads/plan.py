@@ -63,6 +63,13 @@ class GradPlan:
         """Whether parts have to give what the whole batch does, aux and random numbers too: nothing asked for them."""
         return bool(self.once_over) and not self.is_per_device and not self.coded_over
 
+    @property
+    def whole_batch(self) -> str:
+        """What to set so that the loss is called on the whole batch, and on no parts of it."""
+        if self.pipe:  # of a pipeline from stage 2 on all microbatches are one batch
+            return "stage=2"
+        return "num_microbatches=1" if self.num_microbatches > 1 else "zero.Quantize without grads"
+
     def allowed(self, loss: Separability) -> GradPlan:
         """Returns the plan that a loss allows.
 

@@ -1,18 +1,10 @@
-"""The loss of a step: the user's loss function, and the passes over its program in their order.
+"""The loss of a step: the user's loss function, and the passes over its program.
 
-The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
-
-1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype: the program is traced for these.
-2. `fused`: what is computed otherwise. Equal layers of a Python loop are those of a scan, if the mesh has stages
-   (`unfused`, in which reports look for attention); attention is one equation of a fused kernel, if the config asks for
-   it. Remat policies keep its residuals by name.
-3. What the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation), of `fused`.
-4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy.
-5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs. Estimates, which know
-   nothing of XLA's faults, leave it out.
-6. `placed`: scans over layers are stages, if the mesh has an axis for them (that alone is `staged`, where each device
-   has gradients of its own); params are gathered where they are used, gradients reduced to shards. It is the last: a
-   gather that is within the blocks of 4 and the ticks of the stages is made again in the backward pass, not kept.
+The train step, the evaluation step and the estimates read one program, by the methods of `StepLoss` in their order:
+`cast`, `unfused`, `fused`, `recomputed`, `unsharded` and `placed`, which docs/architecture.md follows. What the losses
+of parts of a batch are averaged by is found of `fused` (`grads.choice`; a weighted evaluation). Estimates, which know
+nothing of XLA's faults, leave `unsharded` out. `placed` is the last: a gather that is within the blocks of `recomputed`
+and the ticks of the stages is made again in the backward pass, not kept.
 
 A new pass goes into `unfused` if it changes what is computed, into `to_place` if it only helps XLA.
 """
@@ -29,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PathPatterns, PyTree, key_shape, leaf_names, shapes_of
 from zero_jax.dims import is_contraction
 from zero_jax.program.dataflow import Dependence
@@ -85,6 +78,11 @@ class StepLoss:
         placement = make_placement(variables, mesh=mesh, config=config)
         return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
 
+    @property
+    def is_on_tpu(self) -> bool:
+        """Whether the devices are TPUs, for which some passes are."""
+        return platform_of(self.placement.mesh) == "tpu"
+
     def with_remat(self, remat: Remat) -> StepLoss:
         """Returns the loss with another remat policy; both share the program."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
@@ -108,7 +106,7 @@ class StepLoss:
 
         Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
         """
-        placement, program = self.placement, lookups_by_place(self.program, mesh=self.placement.mesh)
+        placement, program = self.placement, lookups_by_place(self.program) if self.is_on_tpu else self.program
         return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
 
     @functools.cached_property
@@ -141,8 +139,8 @@ class StepLoss:
 
         Heads are made in the form that is cheapest on a TPU.
         """
-        mesh = self.placement.mesh
-        return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
+        program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        return heads_by_tiles(program) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:
         """Returns the stages of a pipeline that layers are cut into.
@@ -173,7 +171,7 @@ class StepLoss:
         placement, mesh, reduce_dtype = self.placement, self.placement.mesh, self.placement.precision.reduce
         axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
         # Rows are of examples that all devices have some of: of a microbatch those of a stage may be fewer.
-        if with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
+        if self.is_on_tpu and with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
             program = features_in_rows(program, mesh=mesh, axes=placement.axes)
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1

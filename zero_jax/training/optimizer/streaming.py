@@ -18,10 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import Dependence
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.subcalls import primitives_in
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after
-from zero_jax.training.optimizer.matrices import MatrixProgram, multiplies
+from zero_jax.training.optimizer.matrices import OF_MATRICES, MatrixProgram
 
 
 def stream(
@@ -80,7 +81,7 @@ def _evaluate(
     """Returns some of a jaxpr's results; nothing else is computed."""
     part = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
     mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
-    if not isinstance(mesh, Mesh) or not multiplies(part):
+    if not isinstance(mesh, Mesh) or OF_MATRICES.isdisjoint(primitives_in(part)):
         return evaluate(part, consts, values)
     part = part.replace(constvars=[], invars=[*part.constvars, *part.invars])
     dims = [

@@ -229,13 +229,20 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> Tr
 
     Takes the params that have gradients and the state, or their shapes, and the mesh of the step that applies the
     update (None where there is none): JAX's cache of traces distinguishes the meshes of arguments.
+
+    Raises:
+      ValueError: the update fails, first of all because the state is that of another optimizer.
     """
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     params, opt_state = jax.tree.map(functools.partial(_argument, sharding=sharding), (params, opt_state))
     leaves = jax.tree.leaves(params)
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
     # The params stand for the gradients, clipped and before that, which are like them.
-    traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
+    try:
+        traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
+    except ValueError:
+        check_same_leaves("opt_state", "optimizer", opt_state, jax.eval_shape(tx.init, params), containers=True)
+        raise
     (_, new_state), updates, calls = traced.out_info
     results = open_jaxpr(traced.jaxpr)[0].outvars
     num_kept = len(results) - len(jax.tree.leaves(updates))  # the updates come last, and are looked at alone
@@ -328,6 +335,23 @@ def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], me
 def described(tree: PyTree) -> list[tuple[str, Any, Any]]:
     """Returns path, shape and dtype of each leaf."""
     return [(name, x.shape, x.dtype) for name, x in leaves_by_name(tree).items()]
+
+
+def check_same_leaves(field: str, source: str, tree: PyTree, expected: PyTree, *, containers: bool = False) -> None:
+    """Raises `ValueError` for a part of a state whose leaves, or `containers` too, are not those its source makes."""
+    of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
+    if of_leaves(tree) == of_leaves(expected):  # names take time
+        return
+    have, need = ([f"{name} {x}{list(shape)}" for name, shape, x in described(each)] for each in (tree, expected))
+    odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
+    if have != need or containers:
+        holds = "it has its leaves in other containers"
+        if have != need:
+            holds = f"it holds {odd}, and the step needs {lacks}"
+        raise ValueError(
+            f"state.{field} does not match the {source}: {holds}. Make the state with the mesh, config and optimizer "
+            "that the step was made with"
+        )
 
 
 def _widened(old: PyTree, new: PyTree) -> PyTree:

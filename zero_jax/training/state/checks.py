@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import is_on_host, map_on_device, reshard_array
 from zero_jax.core.tree import PyTree, has_host_leaves, leaf_names, leaves_by_name, path_name, shapes_of, shown
 from zero_jax.program.jaxprs import is_array, is_traced
-from zero_jax.training.optimizer.update import described, first_opt_state
+from zero_jax.training.optimizer.update import check_same_leaves, first_opt_state
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, new_grad_errors
 from zero_jax.training.state.train_state import TrainState, trainable
@@ -202,25 +202,12 @@ def checked_placement(
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    _check_same("grad_errors", "error feedback of the config", state.grad_errors, new_grad_errors(state, tx, placement))
+    errors = new_grad_errors(state, tx, placement)
+    check_same_leaves("grad_errors", "error feedback of the config", state.grad_errors, errors)
     params = shapes_of(trainable(state.masters))
     expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh)
-    _check_same("opt_state", "optimizer", state.opt_state, expected)
+    check_same_leaves("opt_state", "optimizer", state.opt_state, expected)
     return placement
-
-
-def _check_same(field: str, source: str, tree: PyTree, expected: PyTree) -> None:
-    """Raises `ValueError` for a part of a state whose leaves are not those that its source makes."""
-    of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
-    if of_leaves(tree) == of_leaves(expected):  # names take time
-        return
-    have, need = ([f"{name} {x}{list(shape)}" for name, shape, x in described(each)] for each in (tree, expected))
-    if have != need:
-        odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
-        raise ValueError(
-            f"state.{field} does not match the {source}: it holds {odd}, and the step needs {lacks}. Make the "
-            "state with the mesh, config and optimizer that the step was made with"
-        )
 
 
 class NonfiniteState(ValueError):

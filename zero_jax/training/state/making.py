@@ -174,7 +174,7 @@ def init_state(
     build, initial = _init_program(make, init_fn, tx, shapes, placement)
     with on_mesh(mesh):
         key = put_global(key, NamedSharding(mesh, PartitionSpec()))
-        check_same_init(build, initial, None if make else init_fn, key, mesh)
+        check_same_init(build, initial, None if make else init_fn, key, shapes.params, mesh)
         state = build(initial, key)
         # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
         params = jax.tree.map(reshard_array, state.params, shardings.params)

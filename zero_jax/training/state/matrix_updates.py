@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.core.variables import MODEL_STATE
+from zero_jax.program.subcalls import primitives_in
 from zero_jax.sharding.spec import Dims, dims_of
-from zero_jax.training.optimizer.matrices import Dealing, MatrixProgram, multiplies
+from zero_jax.training.optimizer.matrices import OF_MATRICES, Dealing, MatrixProgram
 from zero_jax.training.optimizer.update import TracedUpdate, trace_update
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, flags_of_all, trainable
@@ -43,7 +44,9 @@ def step_placement(
 
 def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement) -> MatrixProgram | None:
     """Returns an update as a program of whole matrices; None if it has none, or if nothing is sharded."""
-    if traced.calls_functions or "master" not in placement.groups or not multiplies(traced.jaxpr):
+    if traced.calls_functions or "master" not in placement.groups:
+        return None
+    if OF_MATRICES.isdisjoint(primitives_in(traced.jaxpr)):
         return None
 
     def dims_of_each(tree: PyTree, shardings: PyTree) -> list[Dims]:

@@ -263,7 +263,7 @@ def _peeled(operand: tuple[Any, Indices], prover: Prover, *, scales: bool, repea
                 break
             x = dataclasses.replace(x, var=eqn.invars[0])
         elif name in ("mul", "div") and scales:
-            numbers = [number(prover.read(atom, prover.known)) for atom in eqn.invars]
+            numbers = [*map(number, prover.of_atoms(eqn.invars, prover.known))]
             place = 0 if name == "div" or numbers[1] is not None else 1
             value = numbers[1 - place]
             if not value or not math.isfinite(value):

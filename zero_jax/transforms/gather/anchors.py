@@ -44,6 +44,8 @@ def anchored(
     sizes = frozenset(x.shape[dim] for x, dim in zip(avals, states, strict=True) if isinstance(dim, int))
     examples = Examples(mesh, axes, sizes)
     examples.run(closed, states)
+    if not examples.may_be_anchored:
+        return closed, examples
     anchors = _Anchors(closed, mesh, axes, examples, loops_only=loops_only)
     if (rewritten := anchors.rewritten(closed)) is not closed:
         examples = Examples(mesh, axes, sizes)
@@ -55,6 +57,7 @@ class _Anchors(Rewriting):
     """Evaluates equations with the carries of their loops sharded by examples."""
 
     entered = Rewriting.entered | {"custom_vjp", "while"}
+    traces_all = True  # `copies` are of several lookups
 
     def __init__(self, closed: Any, mesh: Mesh, axes: Axes, examples: Examples, *, loops_only: bool):
         super().__init__()

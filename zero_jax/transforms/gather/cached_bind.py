@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from zero_jax.program import jaxprs
-from zero_jax.program.jaxprs import is_literal, is_traced, variables
+from zero_jax.program.jaxprs import is_literal, is_traced
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
@@ -90,45 +90,49 @@ class OrdinaryRuns:
     """
 
     def __init__(self, facts: Facts, ordering: Ordering, is_other: Callable[[Any], bool]):
-        self.eqns, self.last_read, self.ordering, self.is_other = facts.jaxpr.eqns, facts.last_read, ordering, is_other
+        self.facts, self.eqns, self.ordering, self.is_other = facts, facts.jaxpr.eqns, ordering, is_other
+        self.sources: dict[int, Hashable] = {}
 
     def at(self, start: int, env: dict[Any, Lazy | Value]) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
         made: set[Any] = set()
         run: list[int] = []
-        source_of_run = None
         for i in range(start, len(self.eqns)):
-            eqn = self.eqns[i]
             if i in self.ordering.evaluated:
                 continue
-            if (run and i in self.ordering.places) or self.is_other(eqn) or not _is_ordinary(eqn, env, made):
+            if (run and i in self.ordering.places) or not self.is_ordinary(i, env, made):
                 break
-            # The parts of an expression differ in their columns.
-            source = eqn.ctx, eqn.source_info.name_stack, _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
-            if run and source != source_of_run:
+            if self.source(i) is None or (run and self.source(i) != self.source(run[0])):
                 break
-            source_of_run = source
-            made.update(eqn.outvars)
+            made.update(self.eqns[i].outvars)
             run.append(i)
         return run
+
+    def is_ordinary(self, index: int, env: dict[Any, Any], made: Collection[Any]) -> bool:
+        """Tells whether all inputs of an equation are ordinary values, some of them traced, or `made` before it."""
+        read = [var for var in self.facts.reads[index] if var not in made]
+        if any(type(env.get(var)) is not Value for var in read):
+            return False
+        return len(read) < len(self.facts.reads[index]) or any(is_traced(env[var].array) for var in read)
+
+    def source(self, index: int) -> Hashable:
+        """Returns line, names and context of an equation; None for one that is evaluated by itself."""
+        if index not in self.sources:
+            eqn = self.eqns[index]
+            is_alone = self.is_other(eqn) or not can_be_nested(eqn)
+            # The parts of an expression differ in their columns.
+            line = "" if is_alone else _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
+            self.sources[index] = None if is_alone else (eqn.ctx, eqn.source_info.name_stack, line)
+        return self.sources[index]
 
     def evaluate(self, run: list[int], env: dict[Any, Any], bind: CachedBind) -> dict[Any, Value]:
         """Returns the values that the equations of a run make, those that are read after it."""
         eqns = [self.eqns[i] for i in run]
         params_only: dict[Any, bool] = {}
-        for eqn in eqns:
-            each = (params_only[x] if x in params_only else env[x].params_only for x in variables(eqn))
+        for i, eqn in zip(run, eqns, strict=True):
+            each = (params_only[x] if x in params_only else env[x].params_only for x in self.facts.reads[i])
             params_only.update(dict.fromkeys(eqn.outvars, all(each)))
-        wanted = [var for var in params_only if self.last_read.get(var, -1) > run[-1]]
+        wanted = [var for var in params_only if self.facts.last_read.get(var, -1) > run[-1]]
         read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # noqa: E731
         made = zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
         return {var: Value(array, params_only[var]) for var, array in made}
-
-
-def _is_ordinary(eqn: Any, env: dict[Any, Any], made: Collection[Any]) -> bool:
-    """Tells whether all inputs are ordinary values, some of them traced."""
-    read = [var for var in variables(eqn) if var not in made]
-    if any(type(env.get(var)) is not Value for var in read):
-        return False
-    is_any_traced = len(read) < len(variables(eqn)) or any(is_traced(env[var].array) for var in read)
-    return is_any_traced and can_be_nested(eqn)

@@ -92,6 +92,10 @@ class Lazy(Deferred):
         """The array, a shard where it is one, in the dtype in which it is gathered."""
         return self.build(*self.roots)
 
+    def at_home(self) -> Lazy:
+        """Returns the param as it is."""
+        return self
+
     def as_root(self) -> Lazy:
         """Returns the value as one that is its own root: it is built now."""
         return dataclasses.replace(self, roots=(self.built,), build=as_it_is, depth=0, on_host=False)
@@ -114,6 +118,10 @@ class Value(Deferred):
     def home(self) -> Any:
         """The array, sharded as XLA has it."""
         return self.array
+
+    def at_home(self) -> Value:
+        """Returns the value where its devices have examples."""
+        return self
 
     @property
     def key(self) -> Hashable:

@@ -77,11 +77,6 @@ class Notes:
     events: list[GatherEvent | WideUse] | None
     gathers: bool
 
-    @property
-    def records(self) -> bool:
-        """Whether each event has to be noted, with the full path of its param."""
-        return self.events is not None
-
     def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool, sent: SentProduct | None = None) -> None:
         """Notes a gather, or that activations are sent to the shards of a param."""
         is_here = (value.is_shard and not value.is_gathered) or (early and value.dims is None)

@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class Ordering:
     """The ties of one jaxpr that is being walked; none if it is not mostly repeated blocks."""
 
     def __init__(self, facts: Facts, values: Sequence[Lazy | Value]):
-        self.jaxpr = facts.jaxpr
+        self.jaxpr, self.reads = facts.jaxpr, facts.reads
         self.evaluated: set[int] = set()
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
         if not any(value.is_deferred for value in values):
@@ -60,7 +60,9 @@ class Ordering:
         # For what is made of params and constants alone, the numbers of these params.
         made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
-        segments = self.segments(sequence, {i for block in blocks for i in (block.start, block.stop)})
+        bounds = {i for block in blocks for i in (block.start, block.stop)}
+        cuts = sorted({self.cut(sequence, index) for index in bounds} | {len(self.jaxpr.eqns)})
+        segments = [self.segment(start, stop) for start, stop in itertools.pairwise(cuts)]
         written = [frozenset(), *(segment.writes for segment in segments)]
         for segment, following, before in zip(segments, [*segments[1:], None], written[:-1], strict=True):
             self.places[segment.start] = segment, following, before
@@ -80,11 +82,6 @@ class Ordering:
             id(root) for value in values if isinstance(value, Lazy) for root in value.roots
         )
 
-    def segments(self, sequence: EqnSequence, bounds: Collection[int]) -> list[_Segment]:
-        """Returns the blocks and what is between and after them, in order."""
-        cuts = sorted({self.cut(sequence, index) for index in bounds} | {len(self.jaxpr.eqns)})
-        return [self.segment(start, stop) for start, stop in itertools.pairwise(cuts)]
-
     def cut(self, sequence: EqnSequence, index: int) -> int:
         """Returns where a segment begins for a bound of a block: before the elementwise work that leads to it.
 
@@ -103,7 +100,7 @@ class Ordering:
         """Returns the equations between two indices as a segment."""
         eqns = self.jaxpr.eqns[start:stop]
         writes = frozenset(var for eqn in eqns for var in eqn.outvars)
-        read_by = [jaxprs.variables(eqn) for eqn in eqns]
+        read_by = self.reads[start:stop]
         params: set[Any] = set()
         # Backwards from what activations meet: what that is made of, step by step, is read of params, too.
         for eqn, variables in zip(reversed(eqns), reversed(read_by), strict=True):
@@ -116,7 +113,7 @@ class Ordering:
         users = tuple(i for i, variables in enumerate(read_by, start) if not params.isdisjoint(variables))
         return _Segment(start=start, reads=reads, writes=writes, params=frozenset(params), users=users)
 
-    def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> None:
+    def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[int], None]) -> None:
         """Ties params and activations where the equation at `index` begins a segment; `evaluate` fills `env`."""
         if index not in self.places:
             return
@@ -137,7 +134,7 @@ class Ordering:
                 arrays = order(*packed.arrays, **which)
                 env.update(zip((*activations, *params), packed.values_of(arrays), strict=True))
 
-    def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
+    def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[int], None]) -> dict[Any, Any]:
         """Returns what a segment reads of params, in the form in which it is to be tied."""
         # A slice of a stack is tied, and not the stack, of which later segments have slices.
         for i in segment.users:
@@ -145,12 +142,12 @@ class Ordering:
                 continue
             eqn = self.jaxpr.eqns[i]
             is_moved = eqn.outvars[0] in segment.params and moves_elements(eqn)
-            if is_moved and all(var in env for var in jaxprs.variables(eqn)):
-                evaluate(eqn)
+            if is_moved and all(var in env for var in self.reads[i]):
+                evaluate(i)
                 self.evaluated.add(i)
-        rest = [self.jaxpr.eqns[i] for i in segment.users if i not in self.evaluated]
+        rest = [self.reads[i] for i in segment.users if i not in self.evaluated]
         params = {}
-        for var in dict.fromkeys(var for eqn in rest for var in jaxprs.variables(eqn)):
+        for var in dict.fromkeys(itertools.chain(*rest)):
             if var in segment.params and self.num_readers[var] == 1 and (value := self.tied(var, env.get(var))):
                 params[var] = value
         return params

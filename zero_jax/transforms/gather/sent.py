@@ -62,10 +62,9 @@ class SentValue(Value):
         """The array, sharded by examples."""
         return self.moved(self.array, is_home=True)
 
-
-def at_home(value: Any) -> Any:
-    """Returns a value sharded by examples; others as they are."""
-    return Value(value.home, value.params_only) if isinstance(value, SentValue) else value
+    def at_home(self) -> Value:
+        """Returns the value sharded by examples."""
+        return Value(self.home, self.params_only)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ from zero_jax.transforms.gather.products import (
     is_partitioned_wrongly,
     refuse_convolution,
 )
-from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
+from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product, where_sent
 from zero_jax.transforms.pipeline.transform import pipeline_p
 from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, product, with_weights
 
@@ -92,6 +92,7 @@ class GatherWalk(Walk[GatherFrame]):
     def __init__(self, options: GatherOptions, batch_sizes: frozenset[int], notes: Notes, examples: Examples | None):
         super().__init__()
         self.options, self.batch_sizes, self.notes, self.examples = options, batch_sizes, notes, examples
+        self.records = notes.events is not None  # what is noted has the full path of each param
         self.mixed = frozenset() if examples is None else examples.mixed
         self.gathered_array = functools.partial(gathered_array, options)
         self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
@@ -118,16 +119,18 @@ class GatherWalk(Walk[GatherFrame]):
 
         facts = Facts(jaxpr, ["param" if value.params_only else "value" for value in ins])
         deferred = {i for i, value in enumerate(ins) if value.is_deferred}
-        last = facts.last_use(deferred) if frame.ends_forward and deferred else None
+        uses = facts.uses if frame.ends_forward and deferred else {}
+        last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
 
-        def evaluate(eqn: Any) -> None:
-            outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if eqn is last else within)
+        def evaluate(index: int) -> None:
+            eqn = jaxpr.eqns[index]
+            outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if index == last else within)
             env.update(zip(eqn.outvars, outs, strict=True))
 
         ordering = Ordering(facts, ins)
         ordinary = OrdinaryRuns(facts, ordering, self.has_wrong_convolution)
-        for index, eqn in enumerate(jaxpr.eqns):
+        for index in range(len(jaxpr.eqns)):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:  # before its turn: a slice or a cast of params that were tied, or in a run
                 continue
@@ -136,7 +139,7 @@ class GatherWalk(Walk[GatherFrame]):
                 env.update(ordinary.evaluate(run, env, self.bind))
                 ordering.evaluated.update(run)
             else:
-                evaluate(eqn)
+                evaluate(index)
         return [read(atom) for atom in jaxpr.outvars]
 
     def has_wrong_convolution(self, eqn: Any) -> bool:
@@ -157,7 +160,7 @@ class GatherWalk(Walk[GatherFrame]):
             sub = subcall(eqn)
             is_product = is_contraction(eqn) and any(isinstance(value, Lazy) for value in values)
             if not is_product and (sub is None or sub.kind != "call"):
-                values = [at_home(value) for value in values]
+                values = [value.at_home() for value in values]
         return super().equation(eqn, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
@@ -205,12 +208,12 @@ class GatherWalk(Walk[GatherFrame]):
         is_opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         has_batch_dim = eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
         sent = sent_product(self.options, self.examples, eqn, values) if has_batch_dim else None
-        for value in values if self.notes.records else ():
+        for value in values if self.records else ():
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if is_opaque else eqn.primitive.name
                 self.notes.gather(value, eqn, reason, early=is_opaque, sent=sent)
                 self.notes.wide(value, eqn)
-        values = [at_home(value) for value in values] if sent is None else sent.operands(values, frame.sent)
+        values = [value.at_home() for value in values] if sent is None else sent.operands(values, frame.sent)
         return self.use(eqn, values, frame, sent)
 
     def use(
@@ -221,7 +224,7 @@ class GatherWalk(Walk[GatherFrame]):
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             return _values(self.gathered(eqn, values, sent)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
-        prefix, values = ("", values) if self.notes.records else relative(values)
+        prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
         key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
@@ -396,11 +399,11 @@ class GatherWalk(Walk[GatherFrame]):
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """The user's own `jax.checkpoint`: gathers inside it, keeps its policy. Equal ones share one trace."""
-        prefix, values = ("", values) if self.notes.records else relative(values)
+        prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
         policy, prevent_cse = eqn.params["policy"], packed.spread(eqn.params["prevent_cse"])
         key = (id(sub.jaxpr), policy, prevent_cse, packed.key)
-        if self.notes.records or key not in self.regions:  # what is noted has the full path of each param
+        if self.records or key not in self.regions:
             self.regions[key] = self.shared(sub.jaxpr, packed, prevent_cse=prevent_cse, policy=refuse_gathered(policy))
         region = self.regions[key]
         with jaxprs.source_context(eqn), params_scope(prefix):
@@ -431,7 +434,7 @@ class GatherWalk(Walk[GatherFrame]):
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
         """Gathers a value before an equation that cannot take a shard."""
         if isinstance(value, Value):
-            return at_home(value)
+            return value.at_home()
         self.notes.gather(value, eqn, reason, early=True)
         return Value(self.gathered_array(value), params_only=True)
 

@@ -9,6 +9,6 @@ the update by them (`program.py`).
 """
 
 from zero_jax.training.optimizer.matrices.dealing import Dealing
-from zero_jax.training.optimizer.matrices.program import MatrixProgram, multiplies
+from zero_jax.training.optimizer.matrices.program import OF_MATRICES, MatrixProgram
 
-__all__ = ["Dealing", "MatrixProgram", "multiplies"]
+__all__ = ["OF_MATRICES", "Dealing", "MatrixProgram"]

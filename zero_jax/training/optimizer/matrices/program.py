@@ -14,7 +14,7 @@ from zero_jax.dims import FACTORIZATIONS, dim_map
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.evaluation import flattened, once_each, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.program.subcalls import CALLS, equations, subcall
+from zero_jax.program.subcalls import CALLS, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
@@ -22,12 +22,8 @@ from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.training.optimizer.matrices.dealing import Dealing
 from zero_jax.training.optimizer.matrices.regions import MadeOf, Region, constants, find_regions, is_barrier, is_large
 
-_CONSIDERED = FACTORIZATIONS | {"dot_general"}
-
-
-def multiplies(closed: Any) -> bool:
-    """Tells whether an update has a product, or a factorization of a matrix."""
-    return any(eqn.primitive.name in _CONSIDERED for eqn in equations(closed))
+# The primitives that an update of matrices has some of: products, and factorizations of a matrix.
+OF_MATRICES = FACTORIZATIONS | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,8 +82,8 @@ class MatrixProgram:
         for eqn in jaxpr.eqns if data else ():
             sub = subcall(eqn)
             if sub is not None and sub.kind == "cond" and is_barrier(eqn):
-                taken = [placement.read(x, placed) for x in eqn.invars[1:]]
-                marks = [origin.read(x, made_of) for x in eqn.invars[1:]]
+                taken = placement.of_atoms(eqn.invars[1:], placed)
+                marks = origin.of_atoms(eqn.invars[1:], made_of)
                 inner = functools.partial(cls.of, dims=taken, mesh=mesh, axes=axes, sources=marks)
                 branches[id(eqn)] = tuple(inner(branch) for branch in sub.branches)
         return cls(closed, jaxpr, consts, tuple(dealings), _inner_products(jaxpr) if data else {}, branches)

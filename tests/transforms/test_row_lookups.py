@@ -89,6 +89,18 @@ def test_rows_may_be_numbered_by_what_is_reshaped_or_transposed():
     np.testing.assert_array_equal(by_place(rows, indices), loss(rows, indices))
 
 
+def test_zeros_that_are_places_along_the_dim_of_the_indices_are_no_numbers_of_rows():
+    """That dim is as long as there are dims to look up in, here 2, as many as rows: each row would be its own."""
+
+    def loss(rows, indices):
+        zeros = jax.lax.broadcasted_iota(jnp.int32, (2, 1), 1)
+        numbers = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+        return jax.lax.gather(rows, jnp.concatenate([zeros, indices[:, None]], 1), numbers, (1, 1))
+
+    rows, indices = jnp.arange(10.0).reshape(2, 5), jnp.array([3, 4])
+    np.testing.assert_array_equal(lookups_by_place(loss)(rows, indices), [3, 4])
+
+
 def test_other_hardware_looks_up():
     def loss_fn(params, batch):
         return picked(params["rows"], batch["indices"], -1, "clip").sum()

@@ -129,7 +129,8 @@ def _row_lookup(eqn: Any, known: _Known) -> tuple[int, int] | None:
     looked_up = []
     for column, dim in enumerate(numbers.start_index_map):
         along = known[column] if isinstance(known, tuple) else None
-        if isinstance(along, int) and indices.shape[along] == array.shape[dim]:
+        # Along the last dim of indices, which has a column for each dim to look up in, there are no rows.
+        if isinstance(along, int) and along < indices.ndim - 1 and indices.shape[along] == array.shape[dim]:
             of_rows.append((dim, along))
         else:
             looked_up.append((dim, column))

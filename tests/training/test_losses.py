@@ -213,6 +213,26 @@ def test_gradients_move_to_the_shards_of_the_head(axes, spec, tied, stage):
     assert_close(step.grads(state, tokens), expected)
 
 
+@pytest.mark.parametrize("features", [12, 16])
+def test_gradients_of_a_head_that_the_model_shards_by_features_are_not_gathered(features):
+    """12 features are shards over `data`, 4 devices, but not over these and the 2 of `model`."""
+    mesh = zero.make_mesh(devices=jax.devices(), data=4, model=2)
+    specs = {"embed": PartitionSpec(), "head": PartitionSpec("model", None)}
+    config = zero.ZeroConfig(stage=3, min_shard_size=0, param_specs=specs)
+    shapes = {"embed": (64, features), "head": (features, 64)}
+    init = lambda key: {name: jax.random.normal(key, shape) for name, shape in shapes.items()}  # noqa: E731
+
+    def loss_fn(params, tokens, mesh=mesh):
+        return chunked(params["embed"][tokens], params["head"], tokens, mesh=mesh, chunk_size=16).mean()
+
+    state = zero.init_state(init, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    tokens = np.random.default_rng(7).integers(0, 64, (16, 6), dtype=np.int32)
+    rows = zero.comms.measure(step.lower(state, tokens).compile(), mesh=mesh).rows
+    assert [row.phase for row in rows if row.kind == "all-gather" and row.param == "head"] == ["forward"]
+    assert_close(step.grads(state, tokens), jax.value_and_grad(loss_fn)(init(jax.random.key(0)), tokens, None))
+
+
 def test_gradients_within_copies_of_a_secondary_shard():
     """The loss is mapped over the copies by `jax.shard_map`, within which their axis shards nothing."""
     mesh = zero.make_mesh(devices=jax.devices(), data_layout=(4, 2))

@@ -184,7 +184,7 @@ class GatherWalk(Walk[GatherFrame]):
         if (widened := defer_cast(eqn, values)) is not None:
             return [widened]
         if eqn.primitive is scattered_p:
-            return [dataclasses.replace(value, scattered_dim=eqn.params["dim"]) for value in values]
+            return [self.scattered(value, **eqn.params) for value in values]
         inner = jaxprs.inner_jaxprs(eqn)
         if self.options.conv_batch:
             refuse_convolution(eqn)
@@ -215,6 +215,13 @@ class GatherWalk(Walk[GatherFrame]):
                 self.notes.wide(value, eqn)
         values = [value.at_home() for value in values] if sent is None else sent.operands(values, frame.sent)
         return self.use(eqn, values, frame, sent)
+
+    def scattered(self, value: Lazy, *, dim: int) -> Lazy:
+        """Returns a param whose gradient arrives in shards of a dim; as it is if its shards would be uneven there."""
+        # Beside axes of the model along that dim; XLA would gather a gradient to move it from uneven shards.
+        axes = () if value.dims is None else dict.fromkeys((*value.dims[dim], *self.options.axes.data))
+        is_even = value.aval.shape[dim] % axis_size(self.options.mesh, tuple(axes)) == 0
+        return dataclasses.replace(value, scattered_dim=dim) if is_even else value
 
     def use(
         self, eqn: Any, values: Sequence[Any], frame: GatherFrame, sent: SentProduct | None = None

@@ -61,10 +61,7 @@ def report_on(
     if remat.policy != "auto":
         return make_report(job, on_phase=on_phase, **options)
     on_phase("choosing what blocks keep")
-    mesh, config = job.mesh(), _with_remat(job, remat).config
-    state = job.state(mesh)
-    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
-    assert choice is not None
+    choice = _choice(job, remat)
     if choice.remat in known:  # it would be the same program
         return None
     report = make_report(_with_remat(job, choice.remat), on_phase=on_phase, **options)
@@ -73,6 +70,14 @@ def report_on(
 
 def _with_remat(job: Job, remat: Remat) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, remat=remat))
+
+
+def _choice(job: Job, remat: Remat) -> ValueChoice:
+    mesh, config = job.mesh(), _with_remat(job, remat).config
+    state = job.state(mesh)
+    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
+    assert choice is not None
+    return choice
 
 
 def _slack(report: PlanReport, choice: ValueChoice) -> float:

@@ -12,6 +12,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import cloudpickle
 import jax
@@ -32,9 +34,7 @@ def main(folder: str, parent: str | None = None) -> int:
     install()
     try:
         work, job, arguments, settings = cloudpickle.loads(job_path.read_bytes())
-        for name, value in settings.items():  # those of the parent, so that both would compile the same program
-            if name in jax.config.values and jax.config.values[name] != value:
-                jax.config.update(name, value)
+        _copy_settings(settings)
         outcome = work(job, **arguments, on_phase=lambda phase: print(phase, flush=True))
     except Exception as error:
         outcome = explain(error)
@@ -42,6 +42,13 @@ def main(folder: str, parent: str | None = None) -> int:
     partial.write_bytes(cloudpickle.dumps(outcome))
     partial.replace(result_path)
     return 0
+
+
+def _copy_settings(settings: Mapping[str, Any]) -> None:
+    """Sets JAX's settings to those of the parent process, so that both would compile the same program."""
+    for name, value in settings.items():
+        if name in jax.config.values and jax.config.values[name] != value:
+            jax.config.update(name, value)
 
 
 def _exit_with_parent(parent: int, folder: str) -> None:

@@ -132,6 +132,15 @@ def test_what_does_not_fit_beside_the_blocks_is_refused():
         process._choice(make_job(num_examples=2**16), resolve_remat("auto"))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_of_one_device_no_gradient_is_whole_beside_its_shard(stage):
+    def budget(stage):
+        job = dataclasses.replace(make_job(num_examples=4, stage=stage), topology="v5e:1x1")
+        return process._choice(job, resolve_remat("auto")).budget
+
+    assert budget(stage) == budget(0)
+
+
 def test_experts_that_activations_go_to_leave_more_to_the_blocks():
     """They are not gathered: three of four devices' experts of a layer, and of the next."""
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree, shard_bytes
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.trace import num_whole_params, share_staying, trace_step_loss
@@ -89,8 +90,9 @@ def _state_bytes(state: TrainState, placement: Placement) -> float:
 
 def _scatters(loss: StepLoss) -> bool:
     """Tells whether gradients are reduced to shards where they are made: at stage 1, of one microbatch."""
-    groups = loss.placement.groups
-    return "grads" in groups or ("master" in groups and loss.config.num_microbatches == 1)
+    placement, groups = loss.placement, loss.placement.groups
+    are_sharded = "grads" in groups or ("master" in groups and loss.config.num_microbatches == 1)
+    return are_sharded and axis_size(placement.mesh, placement.axes.data) > 1
 
 
 def _grad_bytes(state: TrainState, loss: StepLoss) -> float:

@@ -98,6 +98,14 @@ def test_steps_within_a_scan_are_those_steps(stage):
     reference.assert_placed_alike(last, state)
 
 
+def test_one_of_several_processes_may_shard_a_batch_within_a_jitted_function(monkeypatch):
+    """Its examples are those of all processes there."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = mesh_of("8")
+    sharded = jax.jit(lambda x: zero.shard_batch({"x": x}, mesh=mesh)["x"])(np.ones((8, 2), np.float32))
+    assert sharded.sharding.shard_shape(sharded.shape) == (1, 2)
+
+
 @pytest.mark.parametrize("name", ["stage 1 accumulating", "stage 3"])
 def test_state_is_donated(name):
     state, step = make_trainer(**CONFIGS[name])

@@ -152,7 +152,8 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
 def _check_share(batch: PyTree, mesh: Mesh, axes: Axes, *, is_whole: bool) -> None:
     """Raises `ValueError` for examples of one of several processes that do not divide over its devices."""
     num_parts = axis_size(mesh, axes.batch) if is_whole else _num_own_parts(mesh, axes)
-    are_global = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(batch)]
+    is_global = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable  # noqa: E731
+    are_global = [is_traced(x) or is_global(x) for x in jax.tree.leaves(batch)]
     sizes = [shape[:1] for shape in map(np.shape, jax.tree.leaves(batch))]
     for i, size in enumerate(sizes):
         if size and not are_global[i] and num_parts and size[0] % num_parts:

@@ -118,7 +118,7 @@ def scan(comparison: Any, pair: Pair, inputs: list[Relation]) -> list[Relation]:
 
 
 def while_loop(comparison: Any, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-    """A loop that goes on as long as something holds, which is the same for all examples, or of each by itcomparison.
+    """A loop that goes on as long as something holds, which is the same for all examples, or of each by itself.
 
     Where a test has several results (`jax.vmap` of a loop), each place along its dims goes on by itself: what is
     carried has the same leading dims, and stays as it is where the test is false.

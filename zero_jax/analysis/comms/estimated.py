@@ -155,9 +155,8 @@ def estimate(
     rows += [_of_move(move) for move in (traced.moves if traced else ())]
     return CommsEstimate(
         rows=_summed(rows),
-        num_params=sum(
-            param.num_elements * axis_size(mesh, param.stays) for param in params
-        ),  # experts that stay whole
+        # Of experts that stay where they are those of all devices.
+        num_params=sum(param.num_elements * axis_size(mesh, param.stays) for param in params),
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
         networks=networks(mesh),

@@ -129,7 +129,8 @@ def test_every_option_says_what_it_does(command):
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "memory", "comms"])
-def test_the_help_has_the_usual_options_and_examples_that_are_right(command, capsys):
+def test_the_help_has_the_usual_options_and_examples_that_are_right(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run([command, "--help"], capsys)
     assert status == 0 and len(out.splitlines()) < 60
     assert [run(["help", command], capsys)[1], run([command, "-h"], capsys)[1]] == [out, out]
@@ -139,7 +140,7 @@ def test_the_help_has_the_usual_options_and_examples_that_are_right(command, cap
     for example in examples:
         cli.parse([command, *shlex.split(example)])
     assert len(examples) == (4 if command in ("train", "plan") else 1)
-    assert max(map(len, out.partition("examples:")[0].splitlines())) <= 80  # the terminal of a test has 80 columns
+    assert max(map(len, out.partition("examples:")[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", OPTIONS)

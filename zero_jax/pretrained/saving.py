@@ -276,11 +276,13 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
             made = tensor, name.part is None
             if planned.setdefault(tensor.name, made) != made:
                 other, _ = planned[tensor.name]
-                raise ValueError(
-                    f"param {path!r} shares the tensor {tensor.name} with another one, which makes it {other.dtype}"
-                    f"{list(other.shape)} and not {tensor.dtype}{list(tensor.shape)}: give a dtype of the files, or "
-                    "parts that fit"
+                why = (
+                    "and one of them is a part of it, the other all of it: give parts of both"
+                    if other == tensor
+                    else f"which makes it {other.dtype}{list(other.shape)} and not {tensor.dtype}"
+                    f"{list(tensor.shape)}: give a dtype of the files, or parts that fit"
                 )
+                raise ValueError(f"param {path!r} shares the tensor {tensor.name} with another one, {why}")
     return plan
 
 

@@ -307,6 +307,16 @@ def test_a_plan_is_written_over_no_file_of_others(content, tmp_path, capsys):
     assert content is None or path.read_text() == content
 
 
+@pytest.mark.parametrize("target", ["planned.toml", "gone.toml"])
+def test_a_plan_takes_the_place_of_no_link(target, tmp_path, capsys):
+    (tmp_path / "planned.toml").write_text("# planned for v5p:2x2x1 by zero-jax plan\n")
+    (link := tmp_path / "link.toml").symlink_to(target)
+    status, out, err = run(["plan", "--model", "gpt-tiny", "--quick", "--write-config", str(link)], capsys)
+    assert (status, out) == (2, "")
+    assert f"--write-config {link} is a link, which would be replaced: give the path that it leads to" in err
+    assert link.is_symlink()
+
+
 def test_none_is_a_value_where_it_may_be(capsys):
     options = cli.build_parser().parse_args(["train", "--clip-norm", "none", "--top-k", "none"])
     assert getattr(options, "ZeroConfig.clip_norm") is None

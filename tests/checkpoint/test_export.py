@@ -205,6 +205,18 @@ def test_an_export_that_is_cut_off_while_it_replaces_an_older_one_is_no_mixture(
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
+def test_an_export_that_cannot_replace_a_file_does_not_say_that_nothing_was_left(run, tmp_path):
+    folder, _ = run
+    export(folder, tmp_path, max_shard_bytes=5000)
+    (second := sorted(tmp_path.glob("*.safetensors"))[1]).unlink()
+    second.mkdir()
+    with pytest.raises(
+        ValueError, match=r"cannot write all of .*is a folder where .*some of its files may be new$"
+    ):
+        export(folder, tmp_path, max_shard_bytes=5000, force=True)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
 def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):
     """In containers that share a file system, processes have the same numbers."""
     with partial_folder(tmp_path / "out") as first:

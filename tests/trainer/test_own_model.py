@@ -655,7 +655,8 @@ def test_arguments_of_another_kind_are_refused(config, parameter):
         assert len(str(caught.value).splitlines()) == 1, kind
 
 
-def test_functions_of_the_trainer_take_their_own_records(config, tmp_path):
+def test_functions_of_the_trainer_take_their_own_records(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
     evaluate = functools.partial(zero.trainer.evaluate, params={}, mesh=zero.make_mesh())
     for call, message in {
@@ -664,7 +665,7 @@ def test_functions_of_the_trainer_take_their_own_records(config, tmp_path):
         lambda: evaluate(loss_fn, config=config): "model=<function .*: give a zero.trainer.OwnModel",
         lambda: evaluate(model, config=config.zero): "config=ZeroConfig.*: give a zero.TrainConfig",
         lambda: zero.trainer.make_optimizer("adam", num_steps=3): "config='adam': give a zero.trainer.OptimizerConfig",
-        lambda: zero.trainer.plot_runs(tmp_path / "a.png", ["runs/a"]): r"runs\[0\]='runs/a': give what zero.trainer.read_run",
+        lambda: zero.trainer.plot_runs("a.png", ["runs/a"]): r"runs\[0\]='runs/a': give what zero.trainer.read_run",
     }.items():
         with pytest.raises(ValueError, match=message):
             call()

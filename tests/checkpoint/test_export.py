@@ -210,9 +210,7 @@ def test_an_export_that_cannot_replace_a_file_does_not_say_that_nothing_was_left
     export(folder, tmp_path, max_shard_bytes=5000)
     (second := sorted(tmp_path.glob("*.safetensors"))[1]).unlink()
     second.mkdir()
-    with pytest.raises(
-        ValueError, match=r"cannot write all of .*is a folder where .*some of its files may be new$"
-    ):
+    with pytest.raises(ValueError, match=r"cannot write all of .*is a folder where .*some of its files may be new$"):
         export(folder, tmp_path, max_shard_bytes=5000, force=True)
     assert not (tmp_path / "model.safetensors.index.json").exists()
 

@@ -289,8 +289,8 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
 def _check_free(target: pathlib.Path, parts: pathlib.Path | None = None) -> None:
     """Raises `ValueError` for a folder with more than `parts` in it, or below a checkpoint: nothing is overwritten."""
     check_outside(target)
-    # No link either, also to an empty folder: a folder cannot be renamed to it.
-    if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
+    # A link to a folder is one. A folder cannot be renamed to a link to nothing.
+    if os.path.lexists(target) and not os.path.isdir(target):
         raise ValueError(f"{target} is no folder: choose another one")
     others = [path.name for path in target.iterdir() if path != parts] if os.path.exists(target) else []
     if others:

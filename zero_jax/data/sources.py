@@ -86,7 +86,7 @@ class Source:
     table: Any = dataclasses.field(default=None, compare=False)
 
     def fingerprint(self, *settings: str) -> str:
-        """Returns a hash of paths, sizes, modification times, and settings that affect how the files are read."""
+        """Returns a hash of settings, and of the paths, sizes and times of the files and of offsets beside them."""
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
         beside = [offsets_beside(file.path) for file in self.files if self.format == "tokens"]
         offsets = [source_file(path, root=path.parent) for path in beside if path.is_file()]

@@ -1,4 +1,4 @@
-"""Folders that are written under another name and appear when they are complete."""
+"""Folders whose files are written under another name, and appear when all of them are complete."""
 
 from __future__ import annotations
 

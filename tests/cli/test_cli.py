@@ -291,7 +291,8 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         ),
     ],
 )
-def test_options_that_would_say_nothing_are_refused(arguments, message, capsys):
+def test_options_that_would_say_nothing_are_refused(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where what is not refused would be written
     status, out, err = run(arguments, capsys)
     assert (status, out) == (2, "")
     assert message in err

@@ -37,14 +37,19 @@ def test_gathers_after_the_update_do_not_grow_past_a_bound():
 
 @pytest.mark.parametrize(
     ("topology", "stage", "options"),
-    [("v5e:4x4", 3, {}), ("v5p:2x2x4", 3, {"model": 4, "num_examples": 4}), ("v5p:2x2x4", 2, {"num_microbatches": 2})],
+    [
+        ("v5e:4x4", 3, {}),
+        # With the least effort 1.14: the compiler sends other bytes then beside `model`.
+        pytest.param("v5p:2x2x4", 3, {"model": 4, "num_examples": 4}, marks=pytest.mark.full_effort),
+        ("v5p:2x2x4", 2, {"num_microbatches": 2}),
+    ],
 )
 def test_gradients_of_chunks_move_as_shards_to_those_of_the_head(topology, stage, options):
     """Once they were gathered on the way, in steps of the torus; beside `model` hidden states' were summed apart."""
     options = {"topology": topology, "num_examples": 2} | options
     whole, chunked = (compile_buffers(stage, measure_buffers.WIDE, chunk_size=size, **options) for size in (None, 4096))
-    # Seen: 1.02, 1.14 and 1.02; before 1.47, 2.18 and 1.55.
-    assert chunked.sent_bytes <= 1.15 * whole.sent_bytes
+    # Seen: 1.02, 1.07 and 1.02; before 1.47, 2.18 and 1.55.
+    assert chunked.sent_bytes <= 1.08 * whole.sent_bytes
     assert chunked.heap_bytes <= whole.heap_bytes
 
 

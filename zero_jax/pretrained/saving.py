@@ -1,6 +1,6 @@
 """Writes params as a folder of the hub: config, tokenizer, and safetensors files in the names of the family.
 
-The files appear all at once, by a rename, or one by one in a folder that is there already, the config last. A single
+The files appear all at once, by a rename, or one by one in a folder that is there already, the weights first. A single
 process writes its shards directly into the files. Several processes each write their shards to a file of their own,
 from which the first process fills the tensors: not all network file systems support a file that two processes write.
 """
@@ -142,7 +142,8 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it or is below a checkpoint, params without names, no space.
+      ValueError: the folder has something in it or is below a checkpoint, params without names or of one tensor and not equal,
+        no space.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)

@@ -142,8 +142,8 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it or is below a checkpoint, params without names, params of one tensor that
-        differ, no space.
+      ValueError: the folder has something in it or is below a checkpoint, params without names or that
+        differ and have one tensor, no space.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)

@@ -142,8 +142,7 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it or is below a checkpoint, params without names or that
-        differ and have one tensor, no space.
+      ValueError: as `save_hf`; params without names, or that differ and have one tensor.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
@@ -277,12 +276,10 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
             made = tensor, name.part is None
             if planned.setdefault(tensor.name, made) != made:
                 other, _ = planned[tensor.name]
-                why = (
-                    "and one of them is a part of it, the other all of it: give parts of both"
-                    if other == tensor
-                    else f"which makes it {other.dtype}{list(other.shape)} and not {tensor.dtype}"
-                    f"{list(tensor.shape)}: give a dtype of the files, or parts that fit"
-                )
+                theirs, own = (f"{x.dtype}{list(x.shape)}" for x in (other, tensor))
+                why = f"which makes it {theirs} and not {own}: give a dtype of the files, or parts that fit"
+                if other == tensor:
+                    why = "and one of them is a part of it, the other all of it: give parts of both"
                 raise ValueError(f"param {path!r} shares the tensor {tensor.name} with another one, {why}")
     return plan
 

@@ -35,8 +35,8 @@ def loss_with_gathers(config: gpt.GPTConfig, mesh: Mesh, specs: Any) -> Callable
     block_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs["blocks"])
 
     def block(x, layer):
-        layer = jax.tree.map(gather, layer, block_specs)
-        return decoder.apply_block(config.decoder, x, layer, decoder.Hooks())[0], None
+        gathered_layer = jax.tree.map(gather, layer, block_specs)
+        return decoder.apply_block(config.decoder, x, gathered_layer, decoder.Hooks())[0], None
 
     def loss_fn(params, batch):
         x = gather(params["embed"], specs["embed"])[batch["inputs"]]

@@ -123,7 +123,7 @@ def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
         job = types.SimpleNamespace(topology="v5e:2x2", config=zero.ZeroConfig())
         ending(lambda: compile_plan(job, CompileOptions(cache=None)))
         ending(lambda: zero.data.train_batches(None, batch_size=1, seq_len=1, seed=0, sharding=None))
-        ending(lambda: zero.trainer.plot_runs("loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
+        ending(lambda: zero.trainer.plot_runs("{tmp_path}/loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
     )
     train, plan, plot = (pip_install(f"zero-jax[{name}]") for name in ("train", "plan", "plot"))
     assert told == [

@@ -136,7 +136,7 @@ def test_the_average_of_the_params(tmp_path):
         np.testing.assert_array_equal(found[name], x, err_msg=name)
 
 
-def test_what_cannot_be_exported(run, tmp_path):
+def test_what_cannot_be_exported(run, tmp_path, monkeypatch):
     folder, _ = run
     with pytest.raises(ValueError, match=r"--ema: the optimizer's state .* holds none of 'params/blocks/scale'"):
         export(folder, tmp_path / "out", ema=True)
@@ -150,8 +150,10 @@ def test_what_cannot_be_exported(run, tmp_path):
     save(tmp_path / "metadata", lambda key: {"__metadata__": jnp.ones(3), "w": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"'__metadata__', .* rename it"):
         export(tmp_path / "metadata", tmp_path / "out")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # which an empty path was taken for
     for nothing in ("", None):
-        with pytest.raises(ValueError, match=r"=('')|(None): give the path of a folder"):
+        with pytest.raises(ValueError, match=rf"^out={nothing!r}: give the path of a folder"):
             export(folder, nothing)
     with pytest.raises(ValueError, match=r"directory='' is not a path: give the folder of the checkpoints"):
         export("", tmp_path / "out")
@@ -201,6 +203,16 @@ def test_an_export_that_is_cut_off_while_it_replaces_an_older_one_is_no_mixture(
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out", max_shard_bytes=5000, force=True)
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_an_export_that_cannot_replace_a_file_does_not_say_that_nothing_was_left(run, tmp_path):
+    folder, _ = run
+    export(folder, tmp_path, max_shard_bytes=5000)
+    (second := sorted(tmp_path.glob("*.safetensors"))[1]).unlink()
+    second.mkdir()
+    with pytest.raises(ValueError, match=r"cannot write all of .*is a folder where .*some of its files may be new$"):
+        export(folder, tmp_path, max_shard_bytes=5000, force=True)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):

@@ -129,7 +129,8 @@ def test_every_option_says_what_it_does(command):
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "memory", "comms"])
-def test_the_help_has_the_usual_options_and_examples_that_are_right(command, capsys):
+def test_the_help_has_the_usual_options_and_examples_that_are_right(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run([command, "--help"], capsys)
     assert status == 0 and len(out.splitlines()) < 60
     assert [run(["help", command], capsys)[1], run([command, "-h"], capsys)[1]] == [out, out]
@@ -139,7 +140,7 @@ def test_the_help_has_the_usual_options_and_examples_that_are_right(command, cap
     for example in examples:
         cli.parse([command, *shlex.split(example)])
     assert len(examples) == (4 if command in ("train", "plan") else 1)
-    assert max(map(len, out.partition("examples:")[0].splitlines())) <= 80  # the terminal of a test has 80 columns
+    assert max(map(len, out.partition("examples:")[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -290,7 +291,8 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         ),
     ],
 )
-def test_options_that_would_say_nothing_are_refused(arguments, message, capsys):
+def test_options_that_would_say_nothing_are_refused(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where what is not refused would be written
     status, out, err = run(arguments, capsys)
     assert (status, out) == (2, "")
     assert message in err
@@ -304,6 +306,16 @@ def test_a_plan_is_written_over_no_file_of_others(content, tmp_path, capsys):
     assert (status, out) == (2, "")
     assert f"{path} exists, and `zero-jax plan` did not write it: give another name, or remove it" in err
     assert content is None or path.read_text() == content
+
+
+@pytest.mark.parametrize("target", ["planned.toml", "gone.toml"])
+def test_a_plan_takes_the_place_of_no_link(target, tmp_path, capsys):
+    (tmp_path / "planned.toml").write_text("# planned for v5p:2x2x1 by zero-jax plan\n")
+    (link := tmp_path / "link.toml").symlink_to(target)
+    status, out, err = run(["plan", "--model", "gpt-tiny", "--quick", "--write-config", str(link)], capsys)
+    assert (status, out) == (2, "")
+    assert f"--write-config {link} is a link, which would be replaced: give the path that it leads to" in err
+    assert link.is_symlink()
 
 
 def test_none_is_a_value_where_it_may_be(capsys):

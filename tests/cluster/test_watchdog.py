@@ -43,11 +43,13 @@ def watched(tmp_path, monkeypatch):
     return Watched(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("phase", [[], {}, 3])
-def test_a_heartbeat_of_another_program_is_none(phase, tmp_path):
+@pytest.mark.parametrize(
+    "other", [{"phase": []}, {"phase": {}}, {"phase": 3}, {"beat_time": 10**400}, {"every_seconds": 10**400}]
+)
+def test_a_heartbeat_of_another_program_is_none(other, tmp_path):
     """It ended the thread that watches, and with it the run."""
-    heartbeat = {"phase": phase, "step": 1, "beat_time": 0, "alive_time": time.time(), "every_seconds": 1}
-    (tmp_path / "process-1.json").write_text(json.dumps(heartbeat))
+    heartbeat = {"phase": "step", "step": 1, "beat_time": 0, "alive_time": time.time() - 9, "every_seconds": 1}
+    (tmp_path / "process-1.json").write_text(json.dumps(heartbeat | other))
     assert str(process_place(tmp_path, 1)) == "process 1: no heartbeat file"
 
 

@@ -72,6 +72,12 @@ def test_numbers_that_are_none_are_refused_and_change_nothing(wrong):
             )
 
 
+def test_batches_may_be_on_one_device():
+    on = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    with train(dataset_of(200), on=on) as made:
+        assert next(made)["inputs"].sharding == on
+
+
 def test_rows_are_packed_as_by_hand():
     rows = PART.cut_rows(np.array([0, 1, -1]), seq_len=4)
     assert PART.num_rows(seq_len=4) == 2

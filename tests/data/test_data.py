@@ -323,12 +323,14 @@ def test_the_cache_is_used_and_follows_the_files(load, tmp_path):
     assert len(entries()) == 2
 
 
-def test_the_cache_follows_the_offsets_beside_a_token_file(load, tmp_path):
+def test_the_cache_follows_the_offsets_beside_a_token_file(load, tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", np.arange(1, 101, dtype=np.uint16))
     counts = [load(tmp_path / "x.npy").num_documents]
     for offsets in ([0, 50], [0, 20, 40, 60, 80], [0]):
         np.save(tmp_path / "x.documents.npy", np.array(offsets))
         counts.append(load(tmp_path / "x.npy").num_documents)
+    monkeypatch.chdir(tmp_path)  # from another folder they are the same files
+    assert find_source("x.npy").fingerprint() == find_source(str(tmp_path / "x.npy")).fingerprint()
     (tmp_path / "x.documents.npy").unlink()
     assert [*counts, load(tmp_path / "x.npy").num_documents] == [1, 2, 5, 1, 1]
 
@@ -350,18 +352,21 @@ def test_a_link_to_nothing_is_named(pattern, load, tmp_path):
         load(tmp_path / "x" / pattern)
 
 
-def test_a_folder_that_cannot_be_listed_is_named(load, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_is_named_but_that_of_the_file_system(load, tmp_path, monkeypatch):
     (write_text(tmp_path) / "locked").mkdir()
+    (tmp_path / "lost+found").mkdir()
     scan = os.scandir
 
     def locked(path):
-        if pathlib.Path(path).name == "locked":
+        if pathlib.Path(path).name in ("locked", "lost+found"):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", locked)
     with pytest.raises(ValueError, match=r"cannot read .*locked \(Permission denied\): make it readable, or move it"):
         load(tmp_path)
+    (tmp_path / "locked").rmdir()
+    assert in_order(load(tmp_path, validation_fraction=0.4)) == STREAM
 
 
 def test_a_damaged_cache_is_made_anew(load, tmp_path):

@@ -156,8 +156,6 @@ def test_what_cannot_be_read_is_refused(folder, tmp_path):
         stream_of(f"hf:{folder}", format="parquet")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("place", ["validation", "training", "source"])
 def test_rows_that_the_library_cannot_read_are_named(place, folder, monkeypatch):
     """As where the connection ends, or a file is damaged in its middle."""
@@ -180,6 +178,8 @@ def test_rows_that_the_library_cannot_read_are_named(place, folder, monkeypatch)
             lanes.read()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_on_a_stream_that_is_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, capsys):
     from command_line import run
 

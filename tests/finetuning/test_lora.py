@@ -1,5 +1,6 @@
 """Adapted loss functions equal the loss of weights that are adapted by the formula, in values and in gradients."""
 
+import dataclasses
 import re
 
 import jax
@@ -261,6 +262,15 @@ def test_adapters_of_another_lora_are_refused(other, path, is_reversed):
         read.merge(variables)
     with pytest.raises(ValueError, match=message):
         read.loss_fn(lambda params, batch: params["a"].sum())(variables.params, 0, model_state=variables.model_state)
+
+
+def test_an_array_in_place_of_an_adapter_is_refused():
+    lora = zero.Lora(rules=["a"], rank=2)
+    variables = lora.init({"a": jnp.ones((8, 4)), "b": jnp.ones((8, 4))}, jax.random.key(0))
+    for name in ("a", "b", "c"):
+        params = {**variables.params, name: jnp.ones((8, 4))}
+        with pytest.raises(ValueError, match=rf"leaf '{name}' has an array, and this Lora makes .* for it: give the"):
+            lora.merge(dataclasses.replace(variables, params=params))
 
 
 def linen_model():

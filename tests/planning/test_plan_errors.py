@@ -130,7 +130,8 @@ def test_the_command_tells_the_models_error(command, capsys):
         (["--auto", "--write-config", "x"], "--write-config is for the models that `zero-jax train` knows"),
     ],
 )
-def test_what_would_say_nothing_is_refused(arguments, message, capsys):
+def test_what_would_say_nothing_is_refused(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where what is not refused would be written
     with pytest.raises(SystemExit) as caught:
         cli.main(["plan", "--topology", TOPOLOGY, "--cache", "none", *OWN, *arguments])
     assert caught.value.code == 2

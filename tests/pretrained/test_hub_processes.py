@@ -18,6 +18,7 @@ def start(folders, out):
 def test_two_processes_read_their_shards_and_write_one_folder(tmp_path):
     tensors = tensors_of(FOLDERS["mixtral"], "bfloat16")
     folder = write(tmp_path / "in", FOLDERS["mixtral"], tensors, num_files=2)
+    (tmp_path / "out").mkdir()  # as a mount is: the files of all processes are in it for a time
     results = start([folder, folder], tmp_path / "out")
     assert not any("error" in result for result in results), results
     for result in results:
@@ -26,6 +27,7 @@ def test_two_processes_read_their_shards_and_write_one_folder(tmp_path):
     for saved in ("out", "out-own"):  # of arrays of all processes, and of arrays that each has
         assert_same_bits(read(tmp_path / saved), tensors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "out-own"]
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
 def test_a_folder_that_one_process_cannot_read_is_loaded_by_none(tmp_path):

@@ -101,7 +101,7 @@ def test_params_of_one_tensor_are_equal_or_refused(tmp_path):
     with pytest.raises(ValueError, match=r"params 'v' and 'w' have one tensor, 't', and differ: give each a name"):
         save_tensors(tmp_path / "out", {"v": w, "w": w + 1}, names)
     whole_and_part = {"v": TensorName("t", part=(0, 4, 4)), "w": TensorName("t")}
-    with pytest.raises(ValueError, match=r"param 'w' shares the tensor t with another one"):
+    with pytest.raises(ValueError, match=r"param 'w' shares .* t with another one, and one of them is a part of it"):
         save_tensors(tmp_path / "out", {"v": w, "w": w + 1}, whole_and_part)
     assert [path.name for path in tmp_path.iterdir()] == ["tied"]
 
@@ -127,7 +127,15 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
     zero.save_hf(".", loaded.params, loaded)
     assert (after := (tmp_path / "empty").stat()).st_ino == empty.st_ino and after.st_mode == empty.st_mode
     assert "config.json" in os.listdir() and not [name for name in os.listdir() if name.startswith(".")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "in"]
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "link").symlink_to("large disk")
+    zero.save_hf(tmp_path / "link", loaded.params, loaded)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large disk/config.json").is_file()
+    (tmp_path / "dangling").symlink_to("gone")
+    with pytest.raises(ValueError, match="dangling is no folder"):
+        zero.save_hf(tmp_path / "dangling", loaded.params, loaded)
+    names = ["dangling", "empty", "file", "in", "large disk", "link"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_tokenizer_that_is_gone_is_warned_of_and_the_params_are_saved(tmp_path):

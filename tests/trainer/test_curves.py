@@ -156,3 +156,5 @@ def test_a_run_that_has_not_begun(tmp_path, capsys):
     assert "have no tokens: draw them against the step" in error_of(capsys, folder, "--x", "tokens")
     with pytest.raises(ValueError, match="no runs"):
         curves.plot_runs(tmp_path / "a.png", [])
+    with pytest.raises(ValueError, match="there are no runs to draw"):
+        curves.plot_runs(tmp_path / "a.png", (run for run in ()))

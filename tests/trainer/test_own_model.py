@@ -655,7 +655,8 @@ def test_arguments_of_another_kind_are_refused(config, parameter):
         assert len(str(caught.value).splitlines()) == 1, kind
 
 
-def test_functions_of_the_trainer_take_their_own_records(config):
+def test_functions_of_the_trainer_take_their_own_records(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
     evaluate = functools.partial(zero.trainer.evaluate, params={}, mesh=zero.make_mesh())
     for call, message in {

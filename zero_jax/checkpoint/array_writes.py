@@ -53,7 +53,7 @@ class ArrayWrites:
 
 
 class _PlainPath(type(epath.Path())):
-    """A local folder that Orbax finds indices in whatever its name is; without any it would say nothing."""
+    """A local folder in which Orbax finds indices whatever its name is; where it finds none it raises no error."""
 
     def glob(self, pattern: str) -> Iterator[Any]:
         # That of etils takes brackets and stars in the name of the folder for parts of the pattern.

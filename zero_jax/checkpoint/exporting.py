@@ -98,12 +98,9 @@ def export(
                     # A map for each slice: written pages are memory of this process as long as their map is open.
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
-        for path in old:
-            # Files that are not replaced would be read beside the new ones. An index would be of files of both, if this
-            # is cut off while they are replaced one by one.
-            if path.name not in written or path.name == INDEX:
-                path.unlink()
-        publish(partial, folder)
+        # Files that are not replaced would be read beside the new ones. An index would be of files of both, if this is
+        # cut off while they are replaced one by one.
+        publish(partial, folder, removed=[x for x in old if x.name not in written or x.name == INDEX])
     files, num_bytes = tuple(str(folder / name) for name in written), sum(x.num_bytes for x in tensors.values())
     return Exported(files=files, step=record.step, num_tensors=len(tensors), num_bytes=num_bytes)
 

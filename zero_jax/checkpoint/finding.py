@@ -115,7 +115,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
     Raises:
       CheckpointError: there is none.
-      ValueError: `step` is no number of steps.
+      ValueError: `step` is not the number of a step.
 
     Example:
       >>> with zero.Checkpointer(folder) as saved:

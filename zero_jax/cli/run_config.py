@@ -96,7 +96,7 @@ def save_options(run: Run, options: argparse.Namespace, *, log: Callable[[str], 
     if path.exists() and not has_mark(path, f"# {CONFIG_TITLE}".encode()):  # a file of the user's
         names = (path.with_name(f"config-{i}.toml") for i in itertools.count(1))
         kept = next(name for name in names if not name.exists())
-        log(f"{path} was not written by a run: it is {kept.name} now, and config.toml has the options of this run")
+        log(f"{path} is no file that a run wrote: it is {kept.name} now, and config.toml has the options of this run")
         path.rename(kept)
     write_file(path, sections, title=title)
     if options.from_hf is not None:
@@ -119,6 +119,9 @@ def check_plan_file(path: pathlib.Path) -> None:
     """Raises `ValueError` for a file that cannot be written, or that would be lost: one that no plan has written."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--write-config {path}: there is no such folder, make it first")
+    if path.is_symlink():
+        # The file appears by a rename, which takes the place of a link, and not of the file that it leads to.
+        raise ValueError(f"--write-config {path} is a link, which would be replaced: give the path that it leads to")
     if not path.exists() or has_mark(path, f"# {_PLAN_TITLE}".encode()):
         return
     raise ValueError(

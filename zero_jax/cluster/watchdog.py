@@ -19,7 +19,7 @@ from etils import epath
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import parse_json, read_file, text
+from zero_jax.core.files.untrusted import number, parse_json, read_file, text
 
 EXIT_CODE = 76
 _MAX_HEARTBEAT_BYTES = 2**16
@@ -216,14 +216,14 @@ def process_place(folder: pathlib.Path, process_index: int) -> ProcessPlace:
         file = epath.Path(folder / f"process-{process_index}.json")
         heartbeat = parse_json(read_file(file, limit_bytes=_MAX_HEARTBEAT_BYTES))
         now = time.time()
-        silent = max(0.0, now - heartbeat["alive_time"])
+        silent = max(0.0, now - number(heartbeat["alive_time"]))
         return ProcessPlace(
             process_index=process_index,
             phase=text(heartbeat["phase"]),
             step=heartbeat["step"],
-            age_seconds=max(0.0, now - heartbeat["beat_time"]),
+            age_seconds=max(0.0, now - number(heartbeat["beat_time"])),
             silent_seconds=silent,
-            is_silent=heartbeat["phase"] != "ended" and silent > 1 + 3 * heartbeat["every_seconds"],
+            is_silent=heartbeat["phase"] != "ended" and silent > 1 + 3 * number(heartbeat["every_seconds"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return ProcessPlace(process_index=process_index, phase=None)

@@ -165,7 +165,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ("num_batches", "position", "prefetch_batches", "seed"), (_is_count(0), "give a whole number, 0 or more")
     ),
     "batch_size": (_is_count(1), "give a number of examples, at least 1"),
-    "sharding": (_has("addressable_devices_indices_map", "spec"), "give the NamedSharding of a batch"),
+    "sharding": (_has("addressable_devices_indices_map"), "give the NamedSharding of a batch"),
     "tolerance": (_optional(_is_seconds), "give a relative difference, such as 1e-4, or None"),
     "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),
     "layouts": (_optional(_are(_are(_is_count(1)))), "give sizes of mesh axes, such as [(4,), (2, 2)]"),

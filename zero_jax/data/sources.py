@@ -35,6 +35,7 @@ _FORMATS: dict[str, Format] = {
     ".npy": "tokens",
     ".bin": "tokens",
 }
+_OF_FILE_SYSTEM = "lost+found"  # in the root of a disk, where only the superuser may list it
 _BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no data of its own
 
 
@@ -85,13 +86,12 @@ class Source:
     table: Any = dataclasses.field(default=None, compare=False)
 
     def fingerprint(self, *settings: str) -> str:
-        """Returns a hash of paths, sizes, modification times, and settings that affect how the files are read."""
+        """Returns a hash of settings, and of the paths, sizes and times of the files and of offsets beside them."""
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
-        for file in self.files:
+        beside = [offsets_beside(file.path) for file in self.files if self.format == "tokens"]
+        offsets = [source_file(path, root=path.parent) for path in beside if path.is_file()]
+        for file in (*self.files, *offsets):
             digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
-            beside = offsets_beside(file.path)
-            if self.format == "tokens" and beside.is_file():
-                digest.update(repr(source_file(beside)).encode())
         if self.table is not None:
             digest.update(repr((self.name, self.table._fingerprint)).encode())
         return digest.hexdigest()[:24]
@@ -152,14 +152,15 @@ def _find_files(data: str, format: Format) -> Source:
 
 def _files_below(root: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields what is in a folder and those below it, hidden ones left out; raises `OSError` for one it cannot list."""
+    is_read = lambda name: not name.startswith(".") and name != _OF_FILE_SYSTEM  # noqa: E731
 
     def fail(error: OSError) -> None:
         raise error
 
     seen = {os.path.realpath(root)}
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        yield from (pathlib.Path(place, name) for name in names if not name.startswith("."))
-        below, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        yield from (pathlib.Path(place, name) for name in filter(is_read, names))
+        below, folders[:] = sorted(filter(is_read, folders)), []
         for name in below:
             # Links may lead to a folder twice, or in a circle.
             if (target := os.path.realpath(os.path.join(place, name))) not in seen:

@@ -265,12 +265,12 @@ class Lora:
     def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
         """Returns the leaves of the params, with frozen ones as `Weight`s, and their tree."""
         nodes, tree = jax.tree_util.tree_flatten_with_path(base, is_leaf=_is_node)
-        # Adapters are mappings; what is trained as it is is a leaf.
-        dtypes = {name: x["a"].dtype for name, x in adapters.items() if isinstance(x, Mapping)}
-        widest = jnp.result_type(*dtypes.values())
         named = {path_name(path): node for path, node in nodes}
         targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
         self._check_adapters(adapters, named, targets)
+        # Adapters are mappings; what is trained as it is is a leaf.
+        dtypes = {name: x["a"].dtype for name, x in adapters.items() if isinstance(x, Mapping)}
+        widest = jnp.result_type(*dtypes.values())
         leaves = []
         for name, node in named.items():
             if isinstance(node, Trained):
@@ -290,13 +290,15 @@ class Lora:
             adapter, target = adapters.get(name), targets.get(name)
             if isinstance(base.get(name), Trained):
                 continue
-            have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else adapter
+            have = {x: tuple(y.shape) for x, y in adapter.items()} if isinstance(adapter, Mapping) else None
+            is_array = adapter is not None and have is None
             makes = target and target.adapter_dims(base[name].shape, self.rank, has_magnitude=self.dora)
             # Shapes say all: rules and dims, the rank by which alpha is divided, and whether there are magnitudes.
-            if have != makes:
+            if is_array or have != makes:
+                what = "an array" if is_array else "no adapter" if have is None else f"the adapter {have}"
                 raise ValueError(
-                    f"leaf {name!r} has {'no adapter' if have is None else f'the adapter {have}'}, and this Lora makes "
-                    f"{makes or 'none'} for it: give the rules, rank, dora and train that the adapters were made with"
+                    f"leaf {name!r} has {what}, and this Lora makes {makes or 'no adapter'} for it: give the rules, "
+                    "rank, dora and train that the adapters were made with"
                 )
 
     def _weight(self, path: str, node: Any, target: Target | None, adapter: Any, dtype: Any) -> Any:

@@ -334,7 +334,7 @@ def _capped(logits: Array, soft_cap: float | None) -> Array:
 
 def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array, *, soft_cap: float | None = None) -> Array:
     """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
-    # Of bfloat16, whose 8 bits would round losses to steps of about a hundredth.
+    # In float32: the 8 bits of bfloat16 would round losses to steps of about a hundredth.
     logits_BTV = _capped((hidden_BTD @ head_DV).astype(jnp.float32), soft_cap)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 

@@ -82,7 +82,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         if repeated:
             raise ValueError(f"{path / file} has {quoted(repeated[0])}, which {tensors[repeated[0]].path.name} has too")
         tensors |= of_file
-    # Tensors that the index lacks are none of an error here: who needs the others finds them left over.
+    # Not the other way round: tensors that the index lacks are left over, which `match` refuses.
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
             raise ValueError(

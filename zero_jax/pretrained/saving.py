@@ -1,6 +1,6 @@
 """Writes params as a folder of the hub: config, tokenizer, and safetensors files in the names of the family.
 
-The files appear all at once, by a rename, or one by one in a folder that is there already, the config last. A single
+The files appear all at once, by a rename, or one by one in a folder that is there already, the weights first. A single
 process writes its shards directly into the files. Several processes each write their shards to a file of their own,
 from which the first process fills the tensors: not all network file systems support a file that two processes write.
 """
@@ -142,7 +142,7 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it or is below a checkpoint, params without names, no space.
+      ValueError: as `save_hf`; params without names, or that differ and have one tensor.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
@@ -276,19 +276,19 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
             made = tensor, name.part is None
             if planned.setdefault(tensor.name, made) != made:
                 other, _ = planned[tensor.name]
-                raise ValueError(
-                    f"param {path!r} shares the tensor {tensor.name} with another one, which makes it {other.dtype}"
-                    f"{list(other.shape)} and not {tensor.dtype}{list(tensor.shape)}: give a dtype of the files, or "
-                    "parts that fit"
-                )
+                theirs, own = (f"{x.dtype}{list(x.shape)}" for x in (other, tensor))
+                why = f"which makes it {theirs} and not {own}: give a dtype of the files, or parts that fit"
+                if other == tensor:
+                    why = "and one of them is a part of it, the other all of it: give parts of both"
+                raise ValueError(f"param {path!r} shares the tensor {tensor.name} with another one, {why}")
     return plan
 
 
 def _check_free(target: pathlib.Path, parts: pathlib.Path | None = None) -> None:
     """Raises `ValueError` for a folder with more than `parts` in it, or below a checkpoint: nothing is overwritten."""
     check_outside(target)
-    # No link either, also to an empty folder: a folder cannot be renamed to it.
-    if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
+    # A link to a folder is one. A folder cannot be renamed to a link to nothing.
+    if os.path.lexists(target) and not os.path.isdir(target):
         raise ValueError(f"{target} is no folder: choose another one")
     others = [path.name for path in target.iterdir() if path != parts] if os.path.exists(target) else []
     if others:

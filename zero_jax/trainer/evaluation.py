@@ -96,7 +96,7 @@ class Validation:
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
         """Returns the `means` of params, and the `ema_loss` of their moving average if the optimizer has one."""
-        # Both on all batches: a signal between them leaves the validation without a result.
+        # A signal during either of the two leaves the validation without a result: both have to be of all batches.
         means, ema = self.means(state.variables, goes_on=goes_on), ema_params(state.opt_state)
         if means is None or ema is None:
             return means

@@ -125,7 +125,7 @@ class _Training:
         save_config(run.folder, run.saved_config)
         self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         stack.callback(self.console.close)
-        self.log = self.console.line  # from here on above the bar
+        self.log = self.console.line  # which shows lines above the bar
         for line in (self._describe(), *start.lines):
             self.say(line)
         self.sample = None if run.input.sampler is None else run.input.sampler.on(mesh)

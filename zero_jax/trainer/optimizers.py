@@ -191,7 +191,7 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     if schedule == "wsd":
         fraction = config.decay_fraction
         assert fraction is not None
-        decay_steps = max(1, round(num_steps * fraction))  # of a short run the share may be none
+        decay_steps = max(1, round(num_steps * fraction))  # the share of a short run may round to 0
         if warmup_steps + decay_steps > num_steps:
             raise ValueError(
                 f"decay_fraction={fraction} of {num_steps} steps are {decay_steps}, which leaves no room for "

@@ -359,7 +359,7 @@ def check_kinds(config: Any, model: Any) -> None:
     check_is("config", config, TrainConfig, remedy=remedy)
     check_is("model", model, Model | OwnModel, remedy="give a zero.trainer.OwnModel, or a zero.trainer.Model of text")
     check_value("name", model.name, str)
-    # With one device along `model` they are not used, and what is none of them is refused all the same.
+    # With one device along `model` specs are not used, and nobody else checks them.
     if config.model_axis == 1:
         check_arguments(param_specs=model.param_specs)
 

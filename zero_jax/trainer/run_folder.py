@@ -93,6 +93,9 @@ def make_folder(
 def is_run_config(path: pathlib.Path) -> bool:
     """Returns whether a file is the `config.json` of a run, and not that of a model of the hub, or something else.
 
+    Raises:
+      OSError: there is no such file, or it cannot be read.
+
     Example:
       >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
       >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx).train(log=str)

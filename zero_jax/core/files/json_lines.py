@@ -11,10 +11,10 @@ import io
 import json
 import os
 import pathlib
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.text_tables import plain
 
 Record = Mapping[str, Any]
@@ -100,9 +100,11 @@ def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
 
 def _lines(path: str | pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields the lines of a file, each with its record if it is one; never waits for a pipe."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file: move it away", str(path))
-    with open(path, "rb") as file:
+    try:
+        file = open_regular(path)
+    except ValueError as error:  # readers of records expect the errors of files
+        raise OSError(errno.EINVAL, "it is no regular file: move it away", str(path)) from error
+    with file:
         for line in file:
             yield line, _parse(line)
 

@@ -1,4 +1,4 @@
-"""Folders that are written under another name and appear when they are complete."""
+"""Folders whose files are written under another name, and appear when all of them are complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zero_jax.core.files.system_errors import with_remedy
 
@@ -32,11 +32,19 @@ def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def publish(partial: pathlib.Path, target: pathlib.Path) -> None:
-    """Moves what a partial folder has to its target: by one rename where that is new, else file by file."""
+def publish(partial: pathlib.Path, target: pathlib.Path, *, removed: Iterable[pathlib.Path] = ()) -> None:
+    """Moves what a partial folder has to its target: by one rename where that is new, else file by file.
+
+    Files of the target that are to be `removed` go before.
+    """
     if partial.parent != target:
         partial.rename(target)
         return
-    # JSON last: an index or a config, by which readers begin, is there when what it names is.
-    for path in sorted(partial.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
-        path.replace(target / path.name)
+    try:
+        for path in removed:
+            path.unlink()
+        # JSON last: an index or a config, by which readers begin, is there when what it names is.
+        for path in sorted(partial.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
+            path.replace(target / path.name)
+    except OSError as error:  # not that of `partial_folder`, which says that nothing was left there
+        raise ValueError(f"cannot write all of {target}: {with_remedy(error)}; some of its files may be new") from error

@@ -68,7 +68,7 @@ def _checksum(path: pathlib.Path, content: bytes) -> bytes:
 
 
 def has_mark(path: pathlib.Path, mark: bytes) -> bool:
-    """Returns whether a regular file begins with a mark."""
+    """Returns whether a regular file begins with a mark; False for a link to one."""
     return _read(path, len(mark)) == mark
 
 

@@ -155,6 +155,7 @@ def plot_runs(
     Raises:
       ValueError: no runs, another suffix, no such folder, or a metric that a run does not have.
     """
+    runs = list(runs)  # a generator would be drawn as no runs: it is read several times
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
     for i, run in enumerate(runs):

@@ -91,6 +91,7 @@ class _Lookups(Rewriting):
       places: what is known of the indices of lookups, by their ids.
     """
 
+    # Traced one by one, they would leave reshapes that do nothing, and sharding constraints with open dims.
     traces_all = True
 
     def __init__(self, places: dict[int, _Known]):

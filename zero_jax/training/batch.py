@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -123,7 +123,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         if is_placed(x):
             return x
         check_has_devices(mesh)
-        if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        if jax.process_count() == 1 or _is_global(x):
             return jax.device_put(x, sharding)
         return put_keys(x, sharding, of_process) if is_key(x) else of_process(x, sharding)
 
@@ -145,18 +145,22 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
             check_has_devices(mesh)
             return tree.unflatten(jax.device_put(leaves, shardings))
     else:
-        _check_share(batch, mesh, axes, is_whole=is_whole)
+        _check_share(batch, leaves, mesh, axes, is_whole=is_whole)
     return tree.unflatten(map(place, leaves, shardings))
 
 
-def _check_share(batch: PyTree, mesh: Mesh, axes: Axes, *, is_whole: bool) -> None:
+def _is_global(x: Any) -> bool:
+    """Returns whether an array has shards in other processes; traced ones do not know it."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _check_share(batch: PyTree, leaves: Sequence[Any], mesh: Mesh, axes: Axes, *, is_whole: bool) -> None:
     """Raises `ValueError` for examples of one of several processes that do not divide over its devices."""
     num_parts = axis_size(mesh, axes.batch) if is_whole else _num_own_parts(mesh, axes)
-    is_global = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable  # noqa: E731
-    are_global = [is_traced(x) or is_global(x) for x in jax.tree.leaves(batch)]
-    sizes = [shape[:1] for shape in map(np.shape, jax.tree.leaves(batch))]
-    for i, size in enumerate(sizes):
-        if size and not are_global[i] and num_parts and size[0] % num_parts:
+    for i, x in enumerate(leaves):
+        size = np.shape(x)[:1]
+        has_all = is_traced(x) or _is_global(x)  # the examples of all processes
+        if size and not has_all and num_parts and size[0] % num_parts:
             whose = "all processes" if is_whole else f"process {jax.process_index()}"
             raise ValueError(
                 f"batch leaf {leaf_names(batch)[i]!r} has {size[0]} examples, which do not divide over the {num_parts} "

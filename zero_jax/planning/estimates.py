@@ -68,9 +68,9 @@ class StepEstimate:
         self.num_param_shards = self.num_shards / copies if "params" in self.groups else 1
         # Before they are summed over copies of the params; one by one, or only when all microbatches are summed.
         num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
-        self.scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
+        scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
         # The part of the gradients that a device keeps when they are reduced.
-        self.grad_share = 1 / num_grad_shards if self.scatters else 1
+        self.grad_share = 1 / num_grad_shards if scatters else 1
         narrow = 0.0 if self.k > 1 and self.adds_in_place else self.sizes.grad_bytes
         # With their float32 sums over microbatches.
         self.grad_bytes = self.num_params * (narrow + _SUM_BYTES * (self.k > 1)) * self.grad_share
@@ -168,7 +168,7 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        num_whole = num_whole_params("params" in self.groups, scatters=self.scatters and self.grad_share < 1)
+        num_whole = num_whole_params("params" in self.groups, scatters=self.grad_share < 1)
         return self.activation_bytes(traced) + num_whole * traced.gathered_bytes(self.staying_share)
 
     def activation_bytes(self, traced: LossTrace) -> float:

@@ -89,7 +89,7 @@ def _state_bytes(state: TrainState, placement: Placement) -> float:
 
 
 def _scatters(loss: StepLoss) -> bool:
-    """Tells whether gradients are reduced to shards where they are made: at stage 1, of one microbatch."""
+    """Tells whether gradients are reduced to shards where they are made: from stage 2 on, or of one microbatch."""
     placement, groups = loss.placement, loss.placement.groups
     are_sharded = "grads" in groups or ("master" in groups and loss.config.num_microbatches == 1)
     return are_sharded and axis_size(placement.mesh, placement.axes.data) > 1

@@ -377,6 +377,70 @@ ENTRY %main (x: f32[8,64], y: f32[1,64], n: s32[]) -> f32[8,64] {
     assert work_of("b", body).bytes == 0
 
 
+def test_a_fusion_moves_neither_what_its_collective_moves_nor_what_it_hands_through():
+    body = f"""%driven (shard: f32[4,64], buffer: f32[16,64], a: f32[32,64]) -> (f32[32,64], f32[4,64], f32[16,64]) {{
+  %shard = f32[4,64] parameter(0)
+  %buffer = f32[16,64] parameter(1)
+  %a = f32[32,64] parameter(2)
+  %g = f32[16,64] all-gather(%shard), channel_id=3, {GROUPS}, dimensions={{0}}
+  %neg = f32[32,64] negate(%a)
+  %shape = f32[4,64] bitcast(%shard)
+  ROOT %all = (f32[32,64], f32[4,64], f32[16,64]) tuple(%neg, %shape, %g)
+}}
+
+%ended (shard.1: f32[4,64], buffer.1: f32[16,64]) -> f32[16,64] {{
+  %shard.1 = f32[4,64] parameter(0)
+  %buffer.1 = f32[16,64] parameter(1)
+  %g.1 = f32[16,64] all-gather(%shard.1), channel_id=3, {GROUPS}, dimensions={{0}}
+  ROOT %end = f32[16,64] custom-call(%shard.1, %buffer.1, %g.1), custom_call_target="AsyncCollectiveDone"
+}}
+
+%copied (c: f32[4,64]) -> f32[4,64] {{
+  %c = f32[4,64] parameter(0)
+  ROOT %own = f32[4,64] copy(%c)
+}}
+
+ENTRY %main (x: f32[4,64], y: f32[16,64], z: f32[32,64]) -> f32[4,64] {{
+  %x = f32[4,64] parameter(0)
+  %y = f32[16,64] parameter(1)
+  %z = f32[32,64] parameter(2)
+  %f = (f32[32,64], f32[4,64], f32[16,64]) fusion(%x, %y, %z), kind=kOutput, calls=%driven
+  %e = f32[16,64] fusion(%x, %y), kind=kCustom, calls=%ended
+  ROOT %k = f32[4,64] fusion(%x), kind=kLoop, calls=%copied
+}}
+"""
+    row = 4 * 64
+    assert work_of("f", body).bytes == (32 + 32) * row  # `negate` alone
+    assert work_of("e", body).bytes == 0
+    assert work_of("k", body).bytes == (4 + 4) * row
+
+
+def test_a_fusion_writes_its_result_in_its_own_dtype():
+    body = """%narrow (a: bf16[8,64], b: bf16[1,64], i: s32[]) -> (bf16[8,64], bf16[8,64]) {
+  %a = bf16[8,64] parameter(0)
+  %b = bf16[1,64] parameter(1)
+  %i = s32[] parameter(2)
+  %wide = f32[8,64] convert(%a)
+  %twice = f32[8,64] add(%wide, %wide)
+  %half = bf16[8,64] convert(%twice)
+  %new = f32[1,64] convert(%b)
+  %into = f32[8,64] dynamic-update-slice(%wide, %new, %i, %i)
+  %rows = bf16[8,64] convert(%into)
+  ROOT %both = (bf16[8,64], bf16[8,64]) tuple(%half, %rows)
+}
+
+ENTRY %main (x: bf16[8,64], y: bf16[1,64], n: s32[]) -> (bf16[8,64], bf16[8,64]) {
+  %x = bf16[8,64] parameter(0)
+  %y = bf16[1,64] parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %f = (bf16[8,64], bf16[8,64]) fusion(%x, %y, %n), kind=kLoop, calls=%narrow
+}
+"""
+    row = 2 * 64
+    # Read: the rows, the new row, its number; written: the rows, and the new row in place.
+    assert work_of("f", body).bytes == 8 * row + row + 4 + 8 * row + row
+
+
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.txt")), ids=lambda path: path.stem)
 def test_real_programs_take_what_their_parts_take(path):
     """Of all compilers: every collective is played as often as it runs, and no time is lost."""

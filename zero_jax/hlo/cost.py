@@ -5,7 +5,7 @@ import math
 import re
 
 from zero_jax.hlo.kernels import Decode, Work, kernel_call
-from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
+from zero_jax.hlo.opcodes import COLLECTIVES, FORWARDS, FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
 from zero_jax.hlo.windows import read_windows
 
@@ -25,9 +25,8 @@ def cycles(instruction: Instruction) -> int | None:
 
 def roofline(program: Program, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts flops and bytes of memory of an instruction outside of fusions; `decode` reads Pallas kernels."""
-    opcode, line = instruction.opcode, instruction.line
-    is_free = opcode in FREE or bool(instruction.part)
-    if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
+    opcode = instruction.opcode
+    if opcode in FREE or instruction.part or _is_free_call(instruction):
         return Work(flops=0)
     num_bytes = _moved_bytes(program, instruction)
     if opcode == "custom-call" and (call := kernel_call(program, instruction, decode)):
@@ -102,13 +101,24 @@ def _moved_bytes(program: Program, instruction: Instruction) -> int:
     return num_read + (_written_bytes(program, root) if root else result)
 
 
-def _read_bytes(program: Program, value: Instruction) -> int:
-    """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
+def _read_bytes(program: Program, value: Instruction, *, is_copied: bool = False) -> int:
+    """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place.
+
+    None are of what the fusion returns as it got it; a value that `is_copied` is made of a parameter.
+    """
     all_bytes, total = _bytes(value), 0
+    root = program.roots.get(value.computation)
+    if value.name == root:
+        return all_bytes if is_copied else 0
     for user in program.users(value.computation)[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
-        if user.opcode in MOVES:  # by the share of it that is read: a convert has other bytes
-            total += _read_bytes(program, user) * all_bytes // max(_bytes(user), 1)
+        if _by_links(user):
+            continue
+        if user.opcode == "tuple" and user.name == root:
+            total += all_bytes if is_copied else 0
+        elif user.opcode in MOVES:  # by the share of it that is read: a convert has other bytes
+            read = _read_bytes(program, user, is_copied=is_copied or user.opcode not in FORWARDS)
+            total += read * all_bytes // max(_bytes(user), 1)
         elif user.opcode == "fusion":  # of a product: what makes its operands, and what follows it
             places = zip(program.parameters(user.first_called), user.operands, strict=False)
             total += sum(_read_bytes(program, x) for x, operand in places if operand == value.name)
@@ -122,17 +132,33 @@ def _read_bytes(program: Program, value: Instruction) -> int:
 
 
 def _written_bytes(program: Program, root: Instruction) -> int:
-    """The bytes that a fusion with this root writes: those of the updates, where it updates in place."""
+    """The bytes that a fusion with this root writes: those of the updates, where it updates in place.
+
+    None are of what it returns as it got it.
+    """
     total = 0
     for output in program.operands(root) if root.opcode == "tuple" else [root]:
-        while output.opcode in MOVES and (moved := program.operand(output, 0)):
-            output = moved
-        if output.opcode == "fusion" and (last := program.root(output.first_called)):
-            total += _written_bytes(program, last)
+        origin = output
+        while origin.opcode in MOVES and (moved := program.operand(origin, 0)):
+            origin = moved
+        if _by_links(origin) or (origin.opcode == "parameter" and output.opcode in ("parameter", *FORWARDS)):
             continue
-        updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
-        total += _bytes(output if updates is None else program.operands(output)[updates])
+        updates = {"dynamic-update-slice": 1, "scatter": -1}.get(origin.opcode)
+        if origin.opcode == "fusion" and (last := program.root(origin.first_called)):
+            written = _written_bytes(program, last)
+        else:
+            written = _bytes(origin if updates is None else program.operands(origin)[updates])
+        total += written * _bytes(output) // max(_bytes(origin), 1)  # in the dtype that is written
     return total
+
+
+def _by_links(instruction: Instruction) -> bool:
+    """Whether a fusion that starts a collective, drives it on or ends it has this of the collective, not of its own."""
+    return instruction.opcode in COLLECTIVES or _is_free_call(instruction)
+
+
+def _is_free_call(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and any(f'"{x}"' in instruction.line for x in _FREE_CUSTOM_CALLS)
 
 
 def _bytes(instruction: Instruction) -> int:

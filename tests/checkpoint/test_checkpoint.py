@@ -230,6 +230,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == [f"step_0000000{i}" for i in (2, 6, 7)]
     description = describe(tmp_path / "step_00000006")
     assert math.isnan(description.loss) and description.to_json()["loss"] is None
+    assert "\nothers: step 2, validation loss 1.0000; step 7, validation loss 6.0000\n" in str(description)
+    assert description.to_json()["others"] == {"2": 1.0, "7": 6.0}
 
 
 def test_a_step_can_be_saved_again(tmp_path):

@@ -143,6 +143,15 @@ def test_a_record_that_json_cannot_hold_as_it_is_is_not_saved(tmp_path, state):
     assert "NOT saved" in lines[0] and "the key '1' is there twice" in lines[0]
 
 
+def test_of_a_run_that_went_back_the_last_ones_are_kept_too(tmp_path, state):
+    save(tmp_path, [8, 20, 30, 40], state)
+    # 20 and 30 are damaged, say: they count as no checkpoints of the run that went on from 8.
+    save(tmp_path, [9, 10, 11, 12], state, keep_last=2, keep_best=0)
+    assert list_steps(tmp_path) == [11, 12, 30, 40]
+    save(tmp_path, [30], state, keep_last=2, keep_best=0)
+    assert list_steps(tmp_path) == [12, 30, 40]
+
+
 def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, saved):
     folder, outside, lines = tmp_path / "checkpoints", tmp_path / "outside", []
     folder.mkdir()

@@ -180,6 +180,27 @@ def test_words_of_other_systems_are_answered_with_an_option():
         assert did_you_mean(f"--{theirs}", TRAIN_OPTIONS, "{}") == option
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("train --early-stopping-patience 3", "a callback of zero.Trainer ends a run"),
+        ("train --save-every 3 --dropout=0.1", "a loss of your own has what these models lack"),
+        ("train --hf_token abc", "`hf download` and `hf upload`"),
+        ("train --num-workers 2", "did you mean --prefetch-batches?"),
+        ("train --tensorboard true", "unknown argument 'true': --tensorboard takes no value."),
+        ("train --tensorboard --lr 1", "unknown argument '--lr': did you mean --learning-rate?"),
+        ("export runs/a --output b", "unknown argument '--output': did you mean --out?"),  # before what is missing
+    ],
+)
+def test_what_there_is_instead_of_an_option(command, hint, capsys):
+    assert hint in run(command.split(), capsys)[2]
+
+
+def test_what_there_is_instead_of_a_field():
+    with pytest.raises(TypeError, match=r"has no field 'patience': a callback of zero\.Trainer"):
+        zero_jax.TrainConfig(patience=3)
+
+
 @pytest.mark.slow
 def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
     status, out, err = run(["train", *SMALL, "--out", str(tmp_path), "--name", "a", "--stage", "2", "--json"], capsys)

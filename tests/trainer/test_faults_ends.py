@@ -154,6 +154,17 @@ def test_a_config_file_of_the_users_in_the_folder_of_a_run_is_kept(tmp_path, cap
     assert [x.name for x in folder.glob("config-*")] == ["config-1.toml"]
 
 
+def test_a_run_that_is_refused_leaves_the_configs_of_the_one_that_it_would_resume(tmp_path, capsys):
+    command, configs = [*train_command(tmp_path), "--resume", "auto"], ("config.toml", "config.json")
+    assert cli.main(command) == 0
+    before = [(tmp_path / "runs/run" / name).read_text() for name in configs]
+    assert cli.main([*command, "--optimizer", "sgd", "--steps", "2"]) == 2
+    assert "does not fit the state" in capsys.readouterr().err
+    assert [(tmp_path / "runs/run" / name).read_text() for name in configs] == before
+    assert cli.main([*command, "--steps", "2"]) == 0  # by the right options it resumes
+    assert "steps = 2" in (tmp_path / "runs/run/config.toml").read_text()
+
+
 def train_command(folder):
     """Returns the words of a command that takes a single step."""
     (folder / "text.txt").write_text("the same words again and " * 200)

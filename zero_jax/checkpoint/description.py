@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.finding import find_checkpoint
+from zero_jax.checkpoint.finding import find_checkpoint, list_records
 from zero_jax.checkpoint.leaf_files import verify
-from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
+from zero_jax.checkpoint.record import CheckpointError, CheckpointRemoved, Record, resolve_folder
 from zero_jax.core.text_tables import Report, aligned, flattened, plain, printable
 
 _MAX_CHARACTERS = 1000  # of a value that the run recorded
@@ -22,6 +24,7 @@ class Description(Record, Report):
     Attributes:
       problems: damaged leaves; None where the leaves were not verified.
       passed_over: newer checkpoints that cannot be read, with the reasons.
+      others: validation losses of the other checkpoints beside it, by step.
 
     Example:
       >>> with zero.Checkpointer(folder) as saved:
@@ -32,6 +35,7 @@ class Description(Record, Report):
 
     problems: tuple[str, ...] | None = None
     passed_over: tuple[str, ...] = ()
+    others: Mapping[int, float | None] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +59,17 @@ class Description(Record, Report):
         ]
         figures = {"path": os.fspath(self.path), "bytes": self.nbytes, "leaves": rows, "extra": dict(self.extra)}
         names = ("step", "loss", "bytes_by_group", "problems", "passed_over")
-        return figures | {name: plain(getattr(self, name)) for name in names}
+        others = {"others": {str(step): plain(loss) for step, loss in self.others.items()}}
+        return figures | {name: plain(getattr(self, name)) for name in names} | others
 
     def __str__(self) -> str:
         table = [("path", "dtype", "shape", "bytes")]
         for name, leaf in self.leaves.items():
             table.append((printable(name), leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}"))
-        loss = "" if self.loss is None else f", validation loss {self.loss:.4f}"
-        lines = [os.fspath(self.path), f"step {self.step}{loss}", aligned(table, right=(2, 3))]
+        lines = [os.fspath(self.path), _step_text(self.step, self.loss)]
+        if self.others:
+            lines.append(f"others: {'; '.join(_step_text(*other) for other in self.others.items())}")
+        lines.append(aligned(table, right=(2, 3)))
         groups = ", ".join(f"{printable(name)} {size:,}" for name, size in self.bytes_by_group.items())
         lines.append(f"{len(self.leaves)} leaves, {self.nbytes:,} bytes: {groups}")
         for name, value in self.extra.items():
@@ -74,6 +81,10 @@ class Description(Record, Report):
             lines += [f"DAMAGED: {problem}" for problem in self.problems]
         lines += [f"PASSED OVER: {reason}" for reason in self.passed_over]
         return "\n".join(lines)
+
+
+def _step_text(step: int, loss: float | None) -> str:
+    return f"step {step}" if loss is None else f"step {step}, validation loss {loss:.4f}"
 
 
 def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_leaves: bool = False) -> Description:
@@ -101,4 +112,7 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
         if step is not None or record.path == resolve_folder(path):
             raise
         return describe(path, verify_leaves=verify_leaves)  # a newer one is there
-    return Description(**vars(record), problems=problems, passed_over=tuple(passed_over))
+    others = {}
+    with contextlib.suppress(CheckpointError):  # the folder above may be no one's to list
+        others = {other.step: other.loss for other in list_records(record.path.parent) if other.path != record.path}
+    return Description(**vars(record), problems=problems, passed_over=tuple(passed_over), others=others)

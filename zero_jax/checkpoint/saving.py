@@ -298,8 +298,9 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
             # Of equal losses the newer.
             best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
-            # The step itself is not among the last where a run went back and others of later steps are there.
-            kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}
+            # Where a run went back, as from a damaged checkpoint, those of later steps do not count for it.
+            before, num = [record for record in records if record.step <= step], self._config.keep_last
+            kept = {record.step for record in [*before[-num:], *records[-num:], *best]}
             for old in {record.step for record in records} - kept:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:

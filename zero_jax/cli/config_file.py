@@ -9,7 +9,7 @@ from typing import Any
 from zero_jax.cli.command_options import SECTIONS, model_keys
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.options import limits_of, read_value
-from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.close_match import did_you_mean, missing_here
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.text_tables import printable, quoted
@@ -46,7 +46,7 @@ def _keys_of(section: str) -> dict[str, tuple[str, Any]]:
 def _check_known(label: str, name: str, names: Collection[str]) -> None:
     if name not in names:
         homes = [f"[{section}]" for section in SECTIONS if name in _keys_of(section)]
-        hint = f"it is a key of {' and '.join(homes)}. " if homes else did_you_mean(name, names)
+        hint = f"it is a key of {' and '.join(homes)}. " if homes else missing_here(name) or did_you_mean(name, names)
         raise ValueError(f"{label} {quoted(name)} is unknown: {hint}Known are {', '.join(names)}")
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
 import pkgutil
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.help import CONFIGS, Help
-from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.close_match import did_you_mean, missing_here
 from zero_jax.core.extras import pip_install
 from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.text_tables import is_unicode, plain, printable_lines, quoted
@@ -57,19 +58,33 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown options here, where the command's own options are known."""
         self.with_options()
-        parsed, unknown = super().parse_known_args(args, namespace)
+        words, options = sys.argv[1:] if args is None else list(args), self._option_string_actions
+        if all(action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
+            own = words[: words.index("--")] if "--" in words else words
+            # First of all: argparse would only say that an option of the right name is missing. After an option that
+            # takes a value it says that the value is missing.
+            after = (word for x, word in itertools.pairwise(["", *own]) if x not in options or options[x].nargs == 0)
+            self._refuse([word for word in after if word.startswith("--") and word.split("=")[0] not in options], words)
+        parsed, unknown = super().parse_known_args(words, namespace)
         # argparse does not tell a value that was given from the same default.
-        names = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        names = {word.split("=")[0] for word in words}
         dests = {action.dest for action in self._actions if names & set(action.option_strings)}
         setattr(parsed, _EXPLICIT, explicit(parsed) | dests)
-        if unknown:
-            options = [name for action in self._actions for name in action.option_strings]
-            word = unknown[0].split("=")[0]
-            hint = did_you_mean(word, options, "did you mean {}? ")
-            if any(word in getattr(action, "instead_of", ()) for action in self._actions):
-                hint = f"a run, or a folder of the hub, goes as PATH: leave out {word}. "
-            self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
+        self._refuse(unknown, words)
         return parsed, unknown
+
+    def _refuse(self, unknown: Sequence[str], words: Sequence[str]) -> None:
+        """Refuses the first of the unknown words of a command line, if there is one, with what there is instead."""
+        if not unknown:
+            return
+        word, options = unknown[0].split("=")[0], self._option_string_actions
+        before = words[max(0, words.index(unknown[0]) - 1)]
+        hint = missing_here(word) or did_you_mean(word, options, "did you mean {}? ")
+        if any(word in getattr(action, "instead_of", ()) for action in self._actions):
+            hint = f"a run, or a folder of the hub, goes as PATH: leave out {word}. "
+        elif not word.startswith("-") and before in options:  # a switch: others take the word as their value
+            hint = f"{before} takes no value. "
+        self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses a value that is none of the choices, and names the closest one."""

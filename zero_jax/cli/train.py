@@ -23,7 +23,7 @@ from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import plain, printable_lines
 from zero_jax.planning import ModelError, explain
-from zero_jax.trainer import ResumeError, discarding, execute, hold, plot_runs, prepare, read_run
+from zero_jax.trainer import ResumeError, execute, plot_runs, prepare, read_run
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -64,13 +64,9 @@ def train(options: argparse.Namespace) -> int:
                 model = import_own_model(own)
             assert model is not None
             run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-            # In all processes, which agree on it.
-            with hold(run.folder), discarding(run.folder, is_new=run.has_new_folder):
-                if place.is_first:
-                    save_options(run, options, log=log)
         is_begun = True
         with _failed_saves_in_a_line():
-            result = execute(run, log=log, terminal=stream)
+            result = execute(run, log=log, terminal=stream, save_options=lambda: save_options(run, options, log=log))
     except Exception as error:
         is_own = own is not None and not is_begun and not isinstance(error, OSError | OtherProcessFailed)
         refusal = explain(error) if is_own else error

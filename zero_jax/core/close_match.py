@@ -14,10 +14,21 @@ _MAX_CHARACTERS = 1000  # of a name from outside
 
 
 @functools.cache
+def _table() -> dict[str, dict[str, str]]:
+    names = tomllib.loads(importlib.resources.files("zero_jax.core").joinpath("close_match.toml").read_text("utf-8"))
+    tables = {"missing": names.pop("missing"), "names": names}
+    return {name: {word: x for x, words in table.items() for word in words.split()} for name, table in tables.items()}
+
+
 def names_elsewhere() -> Mapping[str, str]:
     """Returns what a config's field is called here, by what transformers, MaxText, DeepSpeed and others call it."""
-    names = tomllib.loads(importlib.resources.files("zero_jax.core").joinpath("close_match.toml").read_text("utf-8"))
-    return {theirs: ours for ours, words in names.items() for theirs in words.split()}
+    return _table()["names"]
+
+
+def missing_here(name: str) -> str:
+    """Returns what there is instead of an option that other systems have and this has not; '' for any other name."""
+    instead = _table()["missing"].get(_plain(name))
+    return f"{instead}. " if instead else ""
 
 
 def did_you_mean(

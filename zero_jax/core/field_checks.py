@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.close_match import did_you_mean, missing_here
 from zero_jax.core.text_tables import is_unicode
 
 Config = TypeVar("Config")
@@ -143,7 +143,7 @@ def hinted(config_class: type[Config]) -> type[Config]:
             } | {field.name: field.name for field in fields}
             name = min(unknown)
             hint = did_you_mean(name, known, "{}")
-            meant = f"did you mean {known[hint]}? " if hint else ""
+            meant = missing_here(name) or (f"did you mean {known[hint]}? " if hint else "")
             raise TypeError(
                 f"{config_class.__name__} has no field {name!r}: {meant}It has {', '.join(x.name for x in fields)}"
             )

@@ -19,6 +19,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
 # The end of a word before a space: tokenizers begin a new token there, so that a cut changes no token.
 _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \n])")
+# Many data sets of conversations come as one list.
+_OF_A_LIST = "write an object a line, as `jq -c '.[]' FILE > FILE.jsonl` makes of a list"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,16 +162,19 @@ def _read_json_lines(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any],
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
                 decoded, where = _decode(line), f"line {number} of {file}"
-                yield where, _json_object(decoded.text, where), decoded.num_replaced
+                yield where, _json_object(decoded.text, where, is_first=number == 1), decoded.num_replaced
 
 
-def _json_object(line: str, where: str) -> Mapping[str, Any]:
+def _json_object(line: str, where: str, *, is_first: bool) -> Mapping[str, Any]:
+    of_list = _OF_A_LIST if is_first and line.lstrip().startswith("[") else ""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # thousands of brackets
-        raise ValueError(f"{where} is no JSON ({error}): mend or remove the line") from error
+        remedy = of_list or "mend or remove the line"
+        raise ValueError(f"{where} is no JSON ({error}): {remedy}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{...}} with its fields")
+        remedy = of_list or "write {...} with its fields"
+        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: {remedy}")
     return record
 
 

@@ -53,27 +53,32 @@ def train(
     return execute(run, log=log)
 
 
-def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> TrainResult:
+def execute(
+    run: Run, *, log: Log = print, terminal: TextIO | None = None, save_options: Callable[[], None] = lambda: None
+) -> TrainResult:
     """Executes a run that `prepare` has checked.
 
     Args:
       run: the run.
       log: called with progress lines, in process 0 alone.
       terminal: stream for a live progress bar, if it is a terminal.
+      save_options: called in process 0 to write the options of the run: one that resumes, once it is not refused.
 
     Raises:
       ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
       OtherProcessFailed: in the other processes, where one alone fails.
     """
-    return execute_to_state(run, log=log, terminal=terminal)[0]
+    return execute_to_state(run, log=log, terminal=terminal, save_options=save_options)[0]
 
 
-def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> tuple[TrainResult, TrainState]:
+def execute_to_state(
+    run: Run, *, log: Log = print, terminal: TextIO | None = None, save_options: Callable[[], None] = lambda: None
+) -> tuple[TrainResult, TrainState]:
     """Executes a run as `execute` does; returns its last state too."""
     try:
         with Agreement(), contextlib.ExitStack() as stack:
             with Agreement():  # one that cannot begin must not leave the others in their first step
-                training = _Training(run, log=log, terminal=terminal, stack=stack)
+                training = _Training(run, log=log, terminal=terminal, save_options=save_options, stack=stack)
             return training.execute(), training.state
     except Exception as error:
         explain_float16(error, platform=platform_of(run.mesh))
@@ -91,7 +96,15 @@ class _Training:
       executed: the phases that were executed once, and so are compiled.
     """
 
-    def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
+    def __init__(
+        self,
+        run: Run,
+        *,
+        log: Log,
+        terminal: TextIO | None,
+        save_options: Callable[[], None],
+        stack: contextlib.ExitStack,
+    ):
         """Makes or restores the state, and opens the run's batches, checkpoints and writers."""
         self.run, self.config = run, run.config
         config, mesh = run.config, run.mesh
@@ -102,8 +115,14 @@ class _Training:
         self.preemption = Preemption(log=self.log)
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder, is_new=run.has_new_folder))
-        if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
+
+        def save_configs() -> None:
             save_config(run.folder, run.saved_config)
+            if self.is_first:
+                save_options()
+
+        if not (run.folder / "config.json").exists():  # a resumed run's configs stay until it has been restored
+            save_configs()
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -122,7 +141,7 @@ class _Training:
         self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
         self.state, self.step, self.waiting = start.state, start.step, None
         self.first_step, self.is_evaluated = start.step, start.is_evaluated
-        save_config(run.folder, run.saved_config)
+        save_configs()
         self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         stack.callback(self.console.close)
         self.log = self.console.line  # which shows lines above the bar

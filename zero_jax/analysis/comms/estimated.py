@@ -147,15 +147,16 @@ def estimate(
     rows: list[EstimateRow] = []
     params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
+    known = traced.uses if traced and "params" in placement.groups else {}  # a trace may be of another stage
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
         phases = {"forward", *(["backward"] if any(needed) else ())}  # any: else there is no backward pass
         # Rows that are looked up go to their examples, and what a pass ends with is not gathered again.
-        if uses := traced and traced.uses.get(escaped(param.leaf.path)):
+        if uses := known.get(escaped(param.leaf.path)):
             rows += [_of_move(move) for move in uses.rows if is_needed or move.phase == "forward"]
             phases &= uses.gathered_in
         rows += param.rows(has_grad=is_needed, gathered_in={*phases, *([] if is_same else ["update"])})
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
-        uses = (traced and traced.uses.get(escaped(leaf.path))) or ParamUses({"forward"})
+        uses = known.get(escaped(leaf.path)) or ParamUses({"forward"})
         rows += [_of_move(move) for move in uses.rows]
         rows += _LeafTraffic(leaf, placement, config).model_state_rows(uses.gathered_in)
     dealings = () if tx is None else matrix_dealings(tx, state, placement)

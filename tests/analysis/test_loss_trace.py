@@ -259,3 +259,23 @@ def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tie
     }
     formula = comms.estimate(state, mesh=mesh, config=config)
     assert formula.sent_bytes == 3 * k * (table * (1 if is_tied else 2) + mid)
+
+
+def test_a_leaf_of_the_model_s_state_is_gathered_alone_and_a_param_beside_its_gradient():
+    params = {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}
+    lora = zero.Lora(rules=["mid"], rank=2)
+
+    def loss(params, batch):
+        return jax.nn.logsumexp(jnp.tanh(batch @ params["mid"]) @ params["embed"].T, axis=-1).mean()
+
+    def whole_bytes(fn, init, **how):
+        config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=1)
+        variables, batch = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((B, WIDTH), jnp.float32)
+        return trace_loss(fn, variables, batch, mesh=zero.make_mesh(data=8), config=config).whole_bytes(**how)
+
+    table, sharded = VOCAB * WIDTH * 2, {"are_sharded": True, "scatters": True}
+    assert whole_bytes(loss, lambda key: params, **sharded) == 2 * table
+    assert whole_bytes(lora.loss_fn(loss), lambda key: lora.init(params, key), **sharded) == table
+    stored_whole = {"are_sharded": False, "scatters": True}
+    assert whole_bytes(loss, lambda key: params, **stored_whole) == table
+    assert whole_bytes(lora.loss_fn(loss), lambda key: lora.init(params, key), **stored_whole) < table

@@ -22,7 +22,6 @@ from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_c
 from zero_jax.training.loss.trace import (
     LossTrace,
     ParamUses,
-    num_whole_params,
     pipeline_report,
     share_staying,
     to_experts,

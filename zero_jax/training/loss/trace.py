@@ -101,6 +101,7 @@ class LossTrace(Report):
       layer_param_bytes: bytes on one device of the params that an iteration of a loop over layers uses, gathered over
         `data`; 0 without such a loop.
       other_param_bytes: bytes on one device of the largest other param, gathered over `data`.
+      model_state_bytes: the same of model state, such as a frozen base.
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
@@ -117,6 +118,7 @@ class LossTrace(Report):
     peak_bytes: float
     layer_param_bytes: float
     other_param_bytes: float
+    model_state_bytes: float
     flops: float
     unknown: str
     kernels: tuple[Kernel, ...] = dataclasses.field(default=(), repr=False)
@@ -125,11 +127,18 @@ class LossTrace(Report):
     @property
     def param_bytes(self) -> float:
         """Bytes on one device of the params that are in use at once, gathered over `data`."""
-        return self.gathered_bytes(0.0)
+        return max(self.layer_param_bytes, self.other_param_bytes, self.model_state_bytes)
 
-    def gathered_bytes(self, stays: float) -> float:
-        """Returns the bytes of params in use at once, of which a share does not move in a layer: experts."""
-        return max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
+    def whole_bytes(self, *, are_sharded: bool, scatters: bool, stays: float = 0.0) -> float:
+        """Returns the bytes of params and gradients that are whole on a device at once beside what it stores.
+
+        Beside sharded params that are gathered are those of the next layer, or their gradients; model state has none.
+        Of params that are stored whole it is the gradient, before it is reduced to a shard (`scatters`). A share of a
+        layer's params may not move: experts.
+        """
+        num_whole = 2 if are_sharded else int(scatters)
+        params = num_whole * max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
+        return max(params, self.model_state_bytes) if are_sharded else params
 
     @property
     def model_bytes(self) -> float | None:
@@ -201,21 +210,13 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
         residuals=residuals,
         peak_bytes=peak_bytes,
         layer_param_bytes=gradient.sliced_param_bytes,
-        other_param_bytes=traced.largest_param_bytes(),
+        other_param_bytes=traced.largest_bytes(of_state=False),
+        model_state_bytes=traced.largest_bytes(of_state=True),
         flops=k * count_flops(jaxpr),
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
         uses=_uses_of_params(loss, variables, microbatch) if with_uses else {},
     )
-
-
-def num_whole_params(are_sharded: bool, *, scatters: bool) -> int:
-    """Returns how often the params of a layer, or the largest other param, are whole on a device beside what it stores.
-
-    Beside sharded params that are gathered are those of the next layer, or their gradients. Of params that are stored
-    whole it is the gradient, before it is reduced to a shard.
-    """
-    return 2 if are_sharded else int(scatters)
 
 
 def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
@@ -343,10 +344,12 @@ class _TracedLoss:
         num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
         return self._propagate(jaxpr, kept=range(num - num_grads, num))  # the gradients come last
 
-    def largest_param_bytes(self) -> float:
-        """Returns the bytes on one device of the largest param that is no stack of layers."""
-        leaves = zip(jax.tree.leaves(self.arguments[0]), self.inputs, strict=False)
-        parts = [(x, math.prod(self.sizes[axis] for dim in sharding.dims for axis in dim)) for x, sharding in leaves]
+    def largest_bytes(self, *, of_state: bool) -> float:
+        """Returns the bytes on one device of the largest param, or leaf of model state, that is no stack of layers."""
+        leaves, num_params = jax.tree.leaves(self.arguments[0]), len(jax.tree.leaves(self.arguments[0].params))
+        chosen = slice(num_params, None) if of_state else slice(num_params)
+        pairs = zip(leaves[chosen], self.inputs[chosen], strict=False)  # further inputs are the batch
+        parts = [(x, math.prod(self.sizes[axis] for dim in sharding.dims for axis in dim)) for x, sharding in pairs]
         return max((x.size * x.dtype.itemsize / num for x, num in parts if x.ndim < 3), default=0.0)
 
     def residuals(self) -> ResidualBytes:

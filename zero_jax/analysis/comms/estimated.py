@@ -7,7 +7,7 @@ transformer, the trace for any model.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -241,7 +241,7 @@ class _LeafTraffic:
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
         self.compute = precision.compute or stored_param
 
-    def rows(self, *, has_grad: bool, gathered_in: Collection[str]) -> Iterator[EstimateRow]:
+    def rows(self, *, has_grad: bool, gathered_in: set[str]) -> Iterator[EstimateRow]:
         """Yields all that moves of a param and its gradient; the param is gathered in some phases."""
         yield from self.layer_rows(has_grad=has_grad)
         yield from self.stage_rows(has_grad=has_grad)

@@ -227,3 +227,55 @@ def test_python_s_numbers_are_params_as_they_are_to_a_step():
         for scale in (2.0, jnp.float32(2))
     )
     assert of_number.flops == of_array.flops > 0
+
+
+VOCAB, WIDTH, LENGTH = 4096, 64, 8
+EXAMPLES = 32 * LENGTH * WIDTH  # elements of the rows that are looked up
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tied, k):
+    def init(key):
+        params = {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}
+        return params if is_tied else {**params, "head": jnp.zeros((VOCAB, WIDTH))}
+
+    def loss(params, batch):
+        x = jnp.tanh(params["embed"][batch] @ params["mid"])
+        return jax.nn.logsumexp(x @ params["embed" if is_tied else "head"].T, axis=-1).mean()
+
+    mesh = zero.make_mesh(data=8)
+    config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=1, num_microbatches=k)
+    state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+    found = trace_loss(loss, state.params, jax.ShapeDtypeStruct((32, LENGTH), jnp.int32), mesh=mesh, config=config)
+    sent = comms.estimate(state, mesh=mesh, config=config, traced=found)
+    table, mid, rows = (n * 2 * 7 / 8 for n in (VOCAB * WIDTH, WIDTH * WIDTH, EXAMPLES / 8))
+    assert {(row.kind, row.phase): row.total_sent_bytes for row in sent.rows} == {
+        ("all-gather", "forward"): k * (table + mid),
+        ("all-gather", "backward"): k * mid,
+        ("reduce-scatter", "backward"): k * (table + mid),
+        ("all-to-all", "forward"): rows + k * table / 8,  # from shards of rows to shards of features
+        ("all-to-all", "backward"): rows + k * table / 8,
+    }
+    formula = comms.estimate(state, mesh=mesh, config=config)
+    assert formula.sent_bytes == 3 * k * (table * (1 if is_tied else 2) + mid)
+
+
+def test_a_leaf_of_the_model_s_state_is_gathered_alone_and_a_param_beside_its_gradient():
+    params = {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}
+    lora = zero.Lora(rules=["mid"], rank=2)
+
+    def loss(params, batch):
+        return jax.nn.logsumexp(jnp.tanh(batch @ params["mid"]) @ params["embed"].T, axis=-1).mean()
+
+    def whole_bytes(fn, init, **how):
+        config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=1)
+        variables, batch = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((B, WIDTH), jnp.float32)
+        return trace_loss(fn, variables, batch, mesh=zero.make_mesh(data=8), config=config).whole_bytes(**how)
+
+    table, sharded = VOCAB * WIDTH * 2, {"are_sharded": True, "scatters": True}
+    assert whole_bytes(loss, lambda key: params, **sharded) == 2 * table
+    assert whole_bytes(lora.loss_fn(loss), lambda key: lora.init(params, key), **sharded) == table
+    stored_whole = {"are_sharded": False, "scatters": True}
+    assert whole_bytes(loss, lambda key: params, **stored_whole) == table
+    assert whole_bytes(lora.loss_fn(loss), lambda key: lora.init(params, key), **stored_whole) < table

@@ -368,7 +368,7 @@ def test_a_trace_that_needs_more_memory_than_there_is_is_a_line(cache, capsys, m
     def too_large(*_, **__):
         raise MemoryError("Unable to allocate 4.63 TiB")
 
-    monkeypatch.setattr("zero_jax.cli.plan.trace_loss", too_large)
+    monkeypatch.setattr("zero_jax.cli.plan.trace_step_loss", too_large)
     with pytest.raises(SystemExit):
         run("comms", capsys, cache, "--estimate", "--model", "gpt-tiny")
     err = capsys.readouterr().err.splitlines()

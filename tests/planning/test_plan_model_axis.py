@@ -113,6 +113,13 @@ def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
     assert bool(loss.attentions(params, batch).num_fused) == ("zero_attention" in program)
 
 
+def test_a_batch_that_only_a_size_of_the_model_axis_divides_is_searched(capsys):
+    fixed = ("--batch-size", "6", "--num-layers", "1", "--remat", "full", "--stage", "3", "--max-compiles", "0")
+    status, out, _ = run("plan", capsys, "--auto", "--model", "gpt-tiny", "--topology", "v5e:2x2", *fixed, "--json")
+    assert status == 0
+    assert {x["setting"]["model"] for x in json.loads(out)["ranking"]["ranked"]} == {2, 4}
+
+
 @pytest.mark.slow
 def test_the_settings_beside_a_pipeline_are_searched(capsys):
     fixed = ("--num-layers", "2", "--pipe", "2", "--auto", "--max-compiles", "0", "--remat", "full")

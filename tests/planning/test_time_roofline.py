@@ -93,3 +93,10 @@ def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():
     assert synchronous.exposed_seconds(1.0, 10.0) == 1.0
     assert overlapping.exposed_seconds(1.0, 10.0) == pytest.approx(0.15)
     assert overlapping.exposed_seconds(20.0, 10.0) == pytest.approx(20 - 5)
+
+
+def test_what_does_not_fit_on_the_chip_moves_at_the_bandwidth_at_most():
+    hardware = topology.parse("v6e:2x2").hardware
+    roofline = Roofline(hardware, overlaps=True)
+    small, large = (roofline.moved_seconds(num_bytes) * hardware.memory_bytes_per_second for num_bytes in (1e8, 1e9))
+    assert small < 1e8 and large == pytest.approx(1e9)

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from zero_jax import planning
-from zero_jax.analysis import comms, figures, memory, paper, trace_loss
+from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.models.adapters import LoraConfig
 from zero_jax.cli.models.planned import PlannedModel, other_activations, planned_model, small_model
 from zero_jax.cli.models.presets import loss_function
@@ -27,7 +27,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse, small_topology
 from zero_jax.trainer import make_optimizer, tree_bytes
-from zero_jax.training import ZeroConfig, check_batch
+from zero_jax.training import StepLoss, ZeroConfig, check_batch, trace_step_loss, with_values
 from zero_jax.transforms import resolve_remat
 from zero_jax.verification import Verification, verify
 
@@ -113,8 +113,10 @@ class Request:
         mesh = job.mesh()
         state = job.state(mesh)
         log_line(f"{self.model.name}: tracing")
-        traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
-        return formula(state, mesh=mesh, config=job.config, traced=traced, tx=self.tx, **more)
+        loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+        loss = with_values(loss, state, job.batch)
+        traced = trace_step_loss(loss, state.variables, job.batch, with_uses=True)
+        return formula(state, mesh=mesh, config=loss.config, traced=traced, tx=self.tx, **more)
 
     def compile(self, zero: ZeroConfig, **options: Any) -> planning.PlanReport:
         """Compiles for one config, by fields of `CompileOptions` that differ from those of the request."""
@@ -257,10 +259,12 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     sizes, specs = _model_sizes(request)
     # What the command line or the file sets is not searched over.
     fixed = explicit(options) | from_file(options)
-    batch, sizes_to_try = request.job(zero).batch, None
-    if request.config.batch_size is None:
-        num_devices = request.job(zero).mesh().size
-        sizes_to_try = [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
+    num_devices = make_mesh(topology=request.config.topology).size
+    batch_size, sizes_to_try = request.config.batch_size, None
+    if batch_size is None:
+        batch_size, sizes_to_try = num_devices, [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
+    batch = model.batch_fn(batch_size)  # which a size of the axis `model` may divide that 1 does not
+    _check_batch_fits(batch, batch_size, parse(request.config.topology).hardware, num_devices)
     others = other_activations(model, fixed)
     result = planning.plan_auto(
         model.loss_fn,

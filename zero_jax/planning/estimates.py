@@ -20,7 +20,7 @@ from zero_jax.planning.report import FULL
 from zero_jax.planning.traces import ON_DEVICES, ModelTraces, setting_config
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MEMORY_ROOM, abstract_state, num_whole_params
+from zero_jax.training import MEMORY_ROOM, abstract_state
 from zero_jax.transforms import PipelineReport, Remat, Roofline, choose_values, resolve_remat, resolve_schedule
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
@@ -168,8 +168,8 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        num_whole = num_whole_params("params" in self.groups, scatters=self.grad_share < 1)
-        return self.activation_bytes(traced) + num_whole * traced.gathered_bytes(self.staying_share)
+        how = {"are_sharded": "params" in self.groups, "scatters": self.grad_share < 1, "stays": self.staying_share}
+        return self.activation_bytes(traced) + traced.whole_bytes(**how)
 
     def activation_bytes(self, traced: LossTrace) -> float:
         """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""

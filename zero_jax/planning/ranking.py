@@ -208,7 +208,7 @@ class Ranking(Report):
         for entry in self.rejected:
             alike = dataclasses.replace(entry.setting, num_microbatches=1)
             groups.setdefault((alike, entry.kind, "" if entry.kind in _BY else entry.reason), []).append(entry)
-        rows, by_reason = [("setting", "GB", "short of", "by", "")], dict[str, list[str]]()
+        rows, by_reason = [("setting", "GB", "short of", "by", "GB of the first")], dict[str, list[str]]()
         for (alike, kind, reason), entries in sorted(groups.items(), key=lambda item: min(map(self._missing, item[1]))):
             counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
             text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))

@@ -263,7 +263,7 @@ def make_report(
     hardware = parse(job.topology).hardware
     on_phase("tracing")
     loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
-    traced = trace_step_loss(loss, state.variables, job.batch)
+    traced = trace_step_loss(loss, state.variables, job.batch, with_uses=True)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     attention = loss.attentions(state.variables, job.batch) if job.config.attention == "fused" else None

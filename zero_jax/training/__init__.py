@@ -18,10 +18,10 @@ from zero_jax.training.loss.function import (
     normalize_loss,
 )
 from zero_jax.training.loss.program import StepLoss, cast_batch
-from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_costs
+from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_costs, with_values
 from zero_jax.training.loss.trace import (
     LossTrace,
-    num_whole_params,
+    ParamUses,
     pipeline_report,
     share_staying,
     to_experts,

@@ -336,6 +336,9 @@ def waited_seconds(moved: float, num_bytes: float) -> float:
     return max(moved - num_bytes / _PLANNED_HOST_BYTES_PER_SECOND, 0.0)
 
 
+# What does not fit into the memory on the chip, of v5e to v6e, moves at the nominal bandwidth at most.
+_ON_CHIP_BYTES = 2**27
+
 # The share of computation that can overlap with collectives of the same duration: 0.49 of gpt-7b's on v6e:16x16.
 _HIDING = 0.5
 
@@ -435,7 +438,8 @@ class Roofline:
     def moved_seconds(self, num_bytes: float, share: float | None = None) -> float:
         """Returns the seconds of moving bytes at a share of the memory bandwidth, None for that of fused work."""
         reached = self.hardware.memory_bytes_per_second * self.hardware.memory_share
-        return num_bytes / (reached * (share or self.efficiency.memory))
+        fused = self.efficiency.memory
+        return num_bytes / (reached * (share or (fused if num_bytes <= _ON_CHIP_BYTES else min(fused, 1.0))))
 
     def with_host_seconds(self, seconds: float, num_bytes: float) -> float:
         """Returns the seconds of a step that also moves residuals to the host and back: it waits for part of that."""

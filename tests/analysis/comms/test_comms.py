@@ -275,6 +275,28 @@ def test_a_wide_gather_beside_narrow_ones_is_named():
     assert not comms.measure(text, mesh=mesh_of_4()).findings
 
 
+def test_scales_of_codes_are_no_wide_gathers():
+    def gather(name, dtype):
+        text = GATHER.replace("%g", f"%g.{name}").replace("OP", f"jit(step)/jvp(gather=base.{name})/x")
+        return text.replace("%h", f"%{name}").replace("bf16", dtype)
+
+    arguments = "".join(
+        f"  %{name} = {dtype}[16,64] parameter({i}), sharding={{devices=[4,1]<=[4]}}, "
+        f"metadata={{op_name=\"state.params[\\'base\\'][\\'{name}\\']\"}}\n"
+        for i, (name, dtype) in enumerate([("codes", "u8"), ("scales", "f32")], 2)
+    )
+    narrow, codes, scales = (
+        GATHER.replace("OP", "jit(step)/jvp(gather=w)/x"),
+        gather("codes", "u8"),
+        gather("scales", "f32"),
+    )
+    kinds = lambda *gathers: [  # noqa: E731
+        x.kind for x in comms.measure(program(HALF + "\n".join(gathers), arguments), mesh=mesh_of_4()).findings
+    ]
+    assert kinds(narrow, scales) == ["wide"]
+    assert not kinds(narrow, codes, scales)
+
+
 def test_a_param_that_is_gathered_more_often_than_others_is_named():
     arguments = "".join(
         f"  %{name} = f32[16,64] parameter({i}), sharding={{devices=[4,1]<=[4]}}, "

@@ -19,12 +19,14 @@ from zero_jax.analysis.comms.rows import SentBytes, axes_name
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
+from zero_jax.sharding.chains import escaped
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
     LossTrace,
+    ParamUses,
     Placement,
     TrainState,
     ZeroConfig,
@@ -145,11 +147,18 @@ def estimate(
     rows: list[EstimateRow] = []
     params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
+    known = traced.uses if traced and "params" in placement.groups else {}  # a trace may be of another stage
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
-        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}  # any: else no backward pass
-        rows += param.rows(has_grad=is_needed, gathered_in=gathered_in)
+        phases = {"forward", *(["backward"] if any(needed) else ())}  # any: else there is no backward pass
+        # Rows that are looked up go to their examples, and what a pass ends with is not gathered again.
+        if uses := known.get(escaped(param.leaf.path)):
+            rows += [_of_move(move) for move in uses.rows if is_needed or move.phase == "forward"]
+            phases &= uses.gathered_in
+        rows += param.rows(has_grad=is_needed, gathered_in={*phases, *([] if is_same else ["update"])})
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
-        rows += _LeafTraffic(leaf, placement, config).model_state_rows()
+        uses = known.get(escaped(leaf.path)) or ParamUses({"forward"})
+        rows += [_of_move(move) for move in uses.rows]
+        rows += _LeafTraffic(leaf, placement, config).model_state_rows(uses.gathered_in)
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
     rows += [_of_move(move) for dealing in dealings for move in dealing.moves(dealing.over)]
     rows += [_of_move(move) for move in (traced.moves if traced else ())]
@@ -232,12 +241,13 @@ class _LeafTraffic:
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
         self.compute = precision.compute or stored_param
 
-    def rows(self, *, has_grad: bool, gathered_in: Mapping[str, bool]) -> Iterator[EstimateRow]:
+    def rows(self, *, has_grad: bool, gathered_in: set[str]) -> Iterator[EstimateRow]:
         """Yields all that moves of a param and its gradient; the param is gathered in some phases."""
         yield from self.layer_rows(has_grad=has_grad)
         yield from self.stage_rows(has_grad=has_grad)
-        yield from (row for row in self.param_rows() if gathered_in[row.phase])
-        if has_grad:
+        yield from (row for row in self.param_rows() if row.phase in gathered_in)
+        # A param of which rows alone move is gathered in no pass, and its gradient is made where it is stored.
+        if has_grad and gathered_in & {"forward", "backward"}:
             yield from self.grad_rows()
 
     def param_rows(self) -> Iterator[EstimateRow]:
@@ -288,15 +298,15 @@ class _LeafTraffic:
         if has_grad and not placement.grad_plan.sums_to_masters:
             yield from _rows("all-to-all", moves, "float32" if self.k > 1 else self.compute, "update", 1)
 
-    def model_state_rows(self) -> Iterator[EstimateRow]:
-        """Yields the gathers of a leaf of model state, once a microbatch."""
+    def model_state_rows(self, gathered_in: Iterable[str]) -> Iterator[EstimateRow]:
+        """Yields the gathers of a leaf of model state, once in a pass of a microbatch."""
         axes, dtype = self.placement.axes_of_group(MODEL_STATE), self.leaf.dtype
         gathers = list(self.gathers(self.only_over(self.leaf.dims, axes), axes))
         if dtype.startswith("key<"):  # moves as its words
             num_words = self.leaf.num_bytes // math.prod(self.leaf.shape) // 4
             dtype, gathers = "uint32", [(axes, elements * num_words) for axes, elements in gathers]
-        if gathers:  # integers too: the codes of a quantized base
-            yield from _rows("all-gather", gathers, dtype, "forward", self.k)
+        for phase in gathered_in:  # integers too: the codes of a quantized base
+            yield from _rows("all-gather", gathers, dtype, phase, self.k)
 
     def grad_rows(self) -> Iterator[EstimateRow]:
         """Yields the reductions of a gradient."""

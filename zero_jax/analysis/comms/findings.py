@@ -117,10 +117,12 @@ def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
     # Where all params move in 32 bits it is the precision that was asked for.
     if not any(_NARROW & set(row.dtypes) for row in moved):
         return
+    # Beside codes move their scales, whose dtype is the format's.
+    coded = {row.param.rpartition("/")[0] for row in moved if not set(row.dtypes) & (_WIDE | _NARROW)}
     for row in moved:
         # Gradients are summed in the dtype of the policy, which may be float32 where a model casts its params itself.
         is_gather = row.kind.startswith("all-gather") or (row.kind == "all-reduce" and row.phase == "forward")
-        if _WIDE & set(row.dtypes) and is_gather:
+        if _WIDE & set(row.dtypes) and is_gather and row.param.rpartition("/")[0] not in coded:
             yield _finding("wide", row, "other params move in 16 bits: cast before the gather, not after", extra=0.5)
 
 

@@ -270,7 +270,7 @@ class MemoryEstimate(Report):
         for group in (*self.groups, total):
             sizes = map(format_bytes, (group.device_bytes, group.formula_bytes))
             table.append((group.name, *sizes, _signed(group.device_bytes - group.formula_bytes)))
-        lines.append(aligned(table, right=(1, 2, 3)))
+        lines.append(f"{aligned(table, right=(1, 2, 3))}  without gathered params and other temporaries of a program")
         for difference in self.differences:
             if abs(difference.device_bytes) >= total.device_bytes / 1e5:  # less is a counter
                 lines.append(f"  {difference.group}: {_signed(difference.device_bytes)}: {difference.reason}")

@@ -12,7 +12,7 @@ from zero_jax.core.tree import PyTree, shard_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.training.loss.trace import num_whole_params, share_staying, trace_step_loss
+from zero_jax.training.loss.trace import share_staying, trace_step_loss
 from zero_jax.training.state.placement import Placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, choose_values, resolve_remat
@@ -69,8 +69,8 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
     inputs = sum(block.input_bytes for block in costs)
     # But no experts that activations go to.
-    gathered = traced.gathered_bytes(share_staying(loss.placement, traced.moves))
-    gathered *= num_whole_params("params" in loss.placement.groups, scatters=_scatters(loss))
+    stays, are_sharded = share_staying(loss.placement, traced.moves), "params" in loss.placement.groups
+    gathered = traced.whole_bytes(are_sharded=are_sharded, scatters=_scatters(loss), stays=stays)
     taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:

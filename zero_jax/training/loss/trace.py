@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
+from zero_jax.hlo import gathered_path
 from zero_jax.program.jaxprs import inner_jaxprs, name_stack, open_jaxpr, source_line, without_dead_code
 from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.chains import SENT, reshard_p
@@ -78,6 +80,14 @@ def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineR
         return program.report(*loss.shapes(params, batch))
 
 
+@dataclasses.dataclass(frozen=True)
+class ParamUses:
+    """How a sharded param is used in a step."""
+
+    gathered_in: set[str] = dataclasses.field(default_factory=set)  # the phases, `forward` and `backward`
+    rows: list[Move] = dataclasses.field(default_factory=list)  # of rows that are looked up in it, not gathered
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
@@ -91,9 +101,11 @@ class LossTrace(Report):
       layer_param_bytes: bytes on one device of the params that an iteration of a loop over layers uses, gathered over
         `data`; 0 without such a loop.
       other_param_bytes: bytes on one device of the largest other param, gathered over `data`.
+      model_state_bytes: the same of model state, such as a frozen base.
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
+      uses: at stage 3 where params are gathered, and what moves of rows that are looked up in them, by `escaped` path.
 
     Example:
       >>> trace = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
@@ -106,18 +118,27 @@ class LossTrace(Report):
     peak_bytes: float
     layer_param_bytes: float
     other_param_bytes: float
+    model_state_bytes: float
     flops: float
     unknown: str
     kernels: tuple[Kernel, ...] = dataclasses.field(default=(), repr=False)
+    uses: Mapping[str, ParamUses] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def param_bytes(self) -> float:
         """Bytes on one device of the params that are in use at once, gathered over `data`."""
-        return self.gathered_bytes(0.0)
+        return max(self.layer_param_bytes, self.other_param_bytes, self.model_state_bytes)
 
-    def gathered_bytes(self, stays: float) -> float:
-        """Returns the bytes of params in use at once, of which a share does not move in a layer: experts."""
-        return max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
+    def whole_bytes(self, *, are_sharded: bool, scatters: bool, stays: float = 0.0) -> float:
+        """Returns the bytes of params and gradients that are whole on a device at once beside what it stores.
+
+        Beside sharded params that are gathered are those of the next layer, or their gradients; model state has none.
+        Of params that are stored whole it is the gradient, before it is reduced to a shard (`scatters`). A share of a
+        layer's params may not move: experts.
+        """
+        num_whole = 2 if are_sharded else int(scatters)
+        params = num_whole * max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
+        return max(params, self.model_state_bytes) if are_sharded else params
 
     @property
     def model_bytes(self) -> float | None:
@@ -156,11 +177,11 @@ def trace_loss(
       16384.0
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)
+    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch, with_uses=True)
 
 
-def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
-    """Returns the trace of the loss of a step; see `trace_loss`."""
+def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses: bool = False) -> LossTrace:
+    """Returns the trace of the loss of a step; see `trace_loss`. Its `uses` take another trace."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, microbatch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, microbatch, loss.placement)
@@ -189,20 +210,13 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         residuals=residuals,
         peak_bytes=peak_bytes,
         layer_param_bytes=gradient.sliced_param_bytes,
-        other_param_bytes=traced.largest_param_bytes(),
+        other_param_bytes=traced.largest_bytes(of_state=False),
+        model_state_bytes=traced.largest_bytes(of_state=True),
         flops=k * count_flops(jaxpr),
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
+        uses=_uses_of_params(loss, variables, microbatch) if with_uses else {},
     )
-
-
-def num_whole_params(are_sharded: bool, *, scatters: bool) -> int:
-    """Returns how often the params of a layer, or the largest other param, are whole on a device beside what it stores.
-
-    Beside sharded params that are gathered are those of the next layer, or their gradients. Of params that are stored
-    whole it is the gradient, before it is reduced to a shard.
-    """
-    return 2 if are_sharded else int(scatters)
 
 
 def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
@@ -214,12 +228,14 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     with on_mesh(placement.mesh):
         jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
-    for eqn, phase, times in _sent(jaxpr, "forward", placement.grad_plan.num_microbatches):
+    for eqn, stack, times in _reshards(jaxpr, "", placement.grad_plan.num_microbatches):
+        if SENT not in stack:
+            continue
         (aval,) = (var.aval for var in eqn.outvars)
         there, home = (set(dims_of(x, aval.ndim)) for x in eqn.params["forward"].shardings)
         axes = next(axes for axes in axes_of_experts if axes in there ^ home)  # those that move to another dim
         sent = aval.size * aval.dtype.itemsize / num_shards * (1 - 1 / axis_size(placement.mesh, axes))
-        fields = {"axes": axes, "dtype": str(aval.dtype), "phase": phase, "source": source_line(eqn)}
+        fields = {"axes": axes, "dtype": str(aval.dtype), "phase": _phase(stack), "source": source_line(eqn)}
         moves.append(Move(kind="all-to-all", **fields, sent_bytes=sent, times=times))
     return moves
 
@@ -234,15 +250,52 @@ def share_staying(placement: Placement, moves: Sequence[Move]) -> float:
     return staying / total if total else 0.0
 
 
-def _sent(jaxpr: Any, phase: str, times: int) -> Iterator[tuple[Any, str, int]]:
-    """Yields the equations that send activations to shards and home, each with its phase and how often it runs."""
+def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[str, ParamUses]:
+    """Returns how params are used that are gathered over all axes of the batch, and summed at each use."""
+    placement, plan = loss.placement, loss.placement.grad_plan
+    is_plain = placement.num_stages == 1 and not (plan.once_over or plan.at_use)
+    if "params" not in placement.groups or not is_plain or axis_size(placement.mesh, placement.axes.data) == 1:
+        return {}
+    with on_mesh(placement.mesh):
+        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
+    uses: dict[str, ParamUses] = {}
+    for eqn, stack, times in _reshards(jaxpr, "", plan.num_microbatches):
+        path, chain = gathered_path(stack), eqn.params["forward"]
+        if path is None or not chain.shardings or SENT in stack:
+            continue
+        of_param = uses.setdefault(path, ParamUses())
+        if chain.barrier:  # a gather
+            of_param.gathered_in.add(_phase(stack))
+        else:
+            of_param.rows.extend(_steps(eqn, phase=_phase(stack), times=times))
+    return uses
+
+
+def _steps(eqn: Any, *, phase: str, times: int) -> Iterator[Move]:
+    """Yields the all-to-alls of a chain of shardings, each of which moves axes from some dims to others."""
+    (aval,), shardings = (var.aval for var in eqn.outvars), eqn.params["forward"].shardings
+    for before, after in itertools.pairwise(shardings):
+        dims = [dims_of(sharding, aval.ndim) for sharding in (before, after)]
+        axes = tuple(axis for old, new in zip(*dims, strict=True) for axis in new if axis not in old)
+        if sorted(itertools.chain(*dims[0])) != sorted(itertools.chain(*dims[1])) or not axes:
+            continue
+        sent = aval.size * aval.dtype.itemsize / num_shards(after.mesh, dims[1]) * (1 - 1 / axis_size(after.mesh, axes))
+        fields = {"kind": "all-to-all", "axes": axes, "dtype": str(aval.dtype), "phase": phase}
+        yield Move(**fields, sent_bytes=sent, times=times, source=source_line(eqn))
+
+
+def _reshards(jaxpr: Any, stack: str, times: int) -> Iterator[tuple[Any, str, int]]:
+    """Yields the equations that move params, activations and gradients, with their name stacks and times."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        of_eqn = "backward" if "transpose(" in name_stack(eqn) else phase
-        if eqn.primitive is reshard_p and SENT in name_stack(eqn):
+        of_eqn, sub = f"{stack}/{name_stack(eqn)}", subcall(eqn)
+        if eqn.primitive is reshard_p:
             yield eqn, of_eqn, times
-        sub = subcall(eqn)
         for inner in inner_jaxprs(eqn):
-            yield from _sent(inner, of_eqn, times * (1 if sub is None else sub.length))
+            yield from _reshards(inner, of_eqn, times * (1 if sub is None else sub.length))
+
+
+def _phase(stack: str) -> str:
+    return "backward" if "transpose(" in stack else "forward"
 
 
 def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:
@@ -291,10 +344,12 @@ class _TracedLoss:
         num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
         return self._propagate(jaxpr, kept=range(num - num_grads, num))  # the gradients come last
 
-    def largest_param_bytes(self) -> float:
-        """Returns the bytes on one device of the largest param that is no stack of layers."""
-        leaves = zip(jax.tree.leaves(self.arguments[0]), self.inputs, strict=False)
-        parts = [(x, math.prod(self.sizes[axis] for dim in sharding.dims for axis in dim)) for x, sharding in leaves]
+    def largest_bytes(self, *, of_state: bool) -> float:
+        """Returns the bytes on one device of the largest param, or leaf of model state, that is no stack of layers."""
+        leaves, num_params = jax.tree.leaves(self.arguments[0]), len(jax.tree.leaves(self.arguments[0].params))
+        chosen = slice(num_params, None) if of_state else slice(num_params)
+        pairs = zip(leaves[chosen], self.inputs[chosen], strict=False)  # further inputs are the batch
+        parts = [(x, math.prod(self.sizes[axis] for dim in sharding.dims for axis in dim)) for x, sharding in pairs]
         return max((x.size * x.dtype.itemsize / num for x, num in parts if x.ndim < 3), default=0.0)
 
     def residuals(self) -> ResidualBytes:

@@ -129,6 +129,27 @@ def test_gradients_beside_copies_are_made_by_one_product_on_older_tpus(topology)
     assert largest_window() < 8e6 < 32e6 < largest_window(xla_jf_spmd_threshold_for_windowed_einsum_mib=None)
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_gathers_over_three_dims_of_a_torus_run_beside_computation():
+    """Below 64 chips of v5p `data` is one axis over all of them; gathers over it were synchronous."""
+
+    def loss_fn(params, batch):
+        h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ x["up"]) @ x["down"], None), batch, params)
+        return jnp.square(h).mean()
+
+    def plan(**options):
+        config = zero.ZeroConfig(stage=3, precision="bf16", compiler_options=options)
+        init_fn = lambda key: {"up": jnp.zeros((4, 2048, 8192)), "down": jnp.zeros((4, 8192, 2048))}  # noqa: E731
+        batch = jax.ShapeDtypeStruct((32, 1024, 2048), jnp.bfloat16)
+        job = {"topology": "v5p:2x2x2", "config": config, "quick": True, "cache": None}
+        return zero.plan(loss_fn, init_fn, optax.sgd(0.1), batch=batch, **job)
+
+    beside, after = plan(), plan(xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=None)
+    assert beside.time.exposed_seconds < 0.6 * after.time.exposed_seconds
+    assert beside.comms.sent_bytes == pytest.approx(after.comms.sent_bytes, rel=0.01)
+
+
 def test_options_are_the_same_at_every_stage():
     name = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
     assert [name in wanted(device(hardware)) for hardware in ("v5p", "v6e", "tpu7x", "v5e")] == [1, 1, 0, 0]

@@ -133,21 +133,24 @@ def test_gradients_beside_copies_are_made_by_one_product_on_older_tpus(topology)
 @pytest.mark.tpu_compiler
 def test_gathers_over_three_dims_of_a_torus_run_beside_computation():
     """Below 64 chips of v5p `data` is one axis over all of them; gathers over it were synchronous."""
+    mesh = zero.make_mesh(topology="v5p:2x2x2")
+    shard, unsharded = named(mesh, (("data",), ())), named(mesh, ())
 
-    def loss_fn(params, batch):
-        h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ x["up"]) @ x["down"], None), batch, params)
-        return jnp.square(h).mean()
+    def product(x, weight):
+        return jnp.tanh(x @ jax.lax.with_sharding_constraint(weight, unsharded)).sum()
 
-    def plan(**options):
-        config = zero.ZeroConfig(stage=3, precision="bf16", compiler_options=options)
-        init_fn = lambda key: {"up": jnp.zeros((4, 2048, 8192)), "down": jnp.zeros((4, 8192, 2048))}  # noqa: E731
-        batch = jax.ShapeDtypeStruct((32, 1024, 2048), jnp.bfloat16)
-        job = {"topology": "v5p:2x2x2", "config": config, "quick": True, "cache": None}
-        return zero.plan(loss_fn, init_fn, optax.sgd(0.1), batch=batch, **job)
+    x, weight = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16, sharding=shard) for n in (8192, 2048))
+    lowered = jax.jit(product).lower(x, weight)
 
-    beside, after = plan(), plan(xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=None)
-    assert beside.time.exposed_seconds < 0.6 * after.time.exposed_seconds
-    assert beside.comms.sent_bytes == pytest.approx(after.comms.sent_bytes, rel=0.01)
+    def gather(**options):
+        config = zero.ZeroConfig(stage=3, compiler_options=options)
+        found = hlo.collectives(lowered.compile(compiler_options=zero.compiler_options(mesh=mesh, config=config)))
+        (gather,) = (each for each in found if each.kind == "all-gather")
+        return gather
+
+    beside, after = gather(), gather(xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=None)
+    assert beside.is_async and not after.is_async
+    assert beside.total_sent_bytes == after.total_sent_bytes == 2 * 2048**2 * 7 // 8
 
 
 def test_options_are_the_same_at_every_stage():

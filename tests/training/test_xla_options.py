@@ -129,6 +129,30 @@ def test_gradients_beside_copies_are_made_by_one_product_on_older_tpus(topology)
     assert largest_window() < 8e6 < 32e6 < largest_window(xla_jf_spmd_threshold_for_windowed_einsum_mib=None)
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_gathers_over_three_dims_of_a_torus_run_beside_computation():
+    """Below 64 chips of v5p `data` is one axis over all of them; gathers over it were synchronous."""
+    mesh = zero.make_mesh(topology="v5p:2x2x2")
+    shard, unsharded = named(mesh, (("data",), ())), named(mesh, ())
+
+    def product(x, weight):
+        return jnp.tanh(x @ jax.lax.with_sharding_constraint(weight, unsharded)).sum()
+
+    x, weight = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16, sharding=shard) for n in (8192, 2048))
+    lowered = jax.jit(product).lower(x, weight)
+
+    def gather(**options):
+        config = zero.ZeroConfig(stage=3, compiler_options=options)
+        found = hlo.collectives(lowered.compile(compiler_options=zero.compiler_options(mesh=mesh, config=config)))
+        (gather,) = (each for each in found if each.kind == "all-gather")
+        return gather
+
+    beside, after = gather(), gather(xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=None)
+    assert beside.is_async and not after.is_async
+    assert beside.total_sent_bytes == after.total_sent_bytes == 2 * 2048**2 * 7 // 8
+
+
 def test_options_are_the_same_at_every_stage():
     name = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
     assert [name in wanted(device(hardware)) for hardware in ("v5p", "v6e", "tpu7x", "v5e")] == [1, 1, 0, 0]

@@ -137,11 +137,14 @@ _GPU_HOST = (
 )  # fmt: skip
 _QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
                    "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
+# Below 64 chips an axis `data` covers all three dims of a torus of v5p, and a gather over it is one operation.
+_WHOLE_TORUS = _option("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", True,
+                       "all-gathers over three dims of the torus run there, too")  # fmt: skip
 # What lets collectives run beside computation on TPUs, by the name of the hardware. What is not here has no options:
 # XLA:CPU runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for all-gathers, of which
 # libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
-    "v5p": (*_SPARSE_CORE, _QUEUING),
+    "v5p": (*_SPARSE_CORE, _WHOLE_TORUS, _QUEUING),
     "v6e": (*_SPARSE_CORE, _QUEUING),
     "tpu7x": (*_SPARSE_CORE, _NATIVE_GATHERS),
 }

@@ -17,7 +17,10 @@ from reference import assert_close, make_config, run_plain, run_zero
 
 import zero_jax as zero
 from zero_jax import hlo
+from zero_jax.attention import function
 from zero_jax.models import gpt
+from zero_jax.program.subcalls import equations
+from zero_jax.training import StepLoss
 from zero_jax.transforms.pipeline.cut import layers_outside
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
@@ -617,6 +620,19 @@ def with_windows(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def with_attention(params, batch, *, num_kinds=2):
+    """A Python loop over layers whose causal attention is in segments, and of all but one in turn in a window."""
+    x, places, ids = params["embed"][batch["tokens"]], jnp.arange(LENGTH), batch["tokens"] % 2
+    same = ids[:, :, None] == ids[:, None, :]
+    for i in range(LAYERS):
+        is_near = places[:, None] - places < (2 if i % num_kinds else LENGTH)
+        heads = (x @ params["layers"]["w"][i]).reshape(*x.shape[:2], 2, FEATURES // 2)
+        mask = (is_near & (places[:, None] >= places) & same)[:, None]
+        scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", heads, heads), -1e9)
+        x = x + jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), heads).reshape(x.shape)
+    return jnp.square(x @ params["head"]).mean()
+
+
 def with_skips(params, batch):
     """Layers that read what those of another chain have made, the last one first."""
     layer = lambda x, w: x + jnp.tanh(x @ w["w"])  # noqa: E731
@@ -1200,6 +1216,32 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
     assert_step_of_one_device(loss_fn, params, batch, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "pipeline"), [(1, "gpipe"), (3, "circular:2"), (1, "1f1b"), (2, "1f1b:2")])
+def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeline, monkeypatch):
+    """Layers with another window are one in turn, of which each has its kernel."""
+    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
+    monkeypatch.setattr(function, "_FEW", 1)
+    fields = {"stage": stage, "pipeline": pipeline, "num_microbatches": 4, "attention": "fused"}
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
+    report = zero.pipeline_report(with_attention, params, batch, mesh=mesh, config=make_config(**fields))
+    loss = StepLoss.of(with_attention, params, mesh=mesh, config=make_config(**fields))
+    names = [x.primitive.name for x in equations(loss.fused.trace(*loss.shapes(params, batch)).closed)]
+    assert [x.num_layers for x in report.loops] == [LAYERS // 2]
+    assert loss.attentions(params, batch).num_fused == LAYERS
+    assert names.count("zero_attention") == 2
+    assert_step_of_one_device(with_attention, params, batch, mesh=mesh, **fields)
+
+
+def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
+    loss_fn, fields = functools.partial(with_attention, num_kinds=4), {"num_microbatches": 4}
+    arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
+    with pytest.raises(ValueError, match="its 2 layers are fewer than 4 stages: choose pipe=2 .*attention='own' makes"):
+        lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
+    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
+    assert [x.num_layers for x in report.loops] == [LAYERS]
 
 
 @pytest.mark.slow

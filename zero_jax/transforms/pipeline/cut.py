@@ -328,10 +328,8 @@ def _check_scan(scan: Any, stages: Stages, is_rolled: bool) -> None:
         most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
         # What `rolled` finds equal may be several of the model's layers.
-        alike = "; those in a row that differ count as one, and attention='own' makes masks of fused windows that differ"
-        raise CannotCut(
-            f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}{alike * is_rolled}"
-        )
+        works += "; layers in turn that differ are one, and attention='own' makes masks of fused windows" * is_rolled
+        raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 
 def _roles(

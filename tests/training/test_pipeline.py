@@ -244,6 +244,31 @@ def test_layers_of_a_python_loop_draw_by_keys_of_their_own(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "remat"), [("gpipe", "own"), ("1f1b", "none"), ("1f1b:2", "full")])
+def test_keys_that_go_from_layer_to_layer_and_leave_are_those_of_one_device(pipeline, remat):
+    def loss_fn(params, batch, key):
+        def layer(carry, w):
+            x, key = carry
+            draw, after = jax.random.split(key)
+            return (x + jnp.tanh(x @ w["w"]) * jax.random.normal(draw, (FEATURES,)), after), key
+
+        x = params["embed"][batch["tokens"]]
+        (x, key), keys = jax.lax.scan(layer, (x, key), params["layers"])
+        return jnp.square(x @ params["head"]).mean(), {"last": key, "all": keys}
+
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
+    config = make_config(stage=2, num_microbatches=4, pipeline=pipeline, remat=remat)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
+    key = jax.random.fold_in(state.key, state.step)
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch, key)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    assert_close(step.grads(state, batch), (loss, grads), tolerance=FLOAT32)
+    _, metrics = step(state, batch)
+    for name, value in aux.items():
+        np.testing.assert_array_equal(jax.random.key_data(metrics.aux[name]), jax.random.key_data(value))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_adapters_on_a_frozen_base(pipeline):
     lora, plain = zero.Lora(rules={"layers/w": "sio"}, rank=2, base="own"), lambda *args: loss_fn(*args)[0]

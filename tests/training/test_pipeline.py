@@ -243,6 +243,23 @@ def test_layers_of_a_python_loop_draw_by_keys_of_their_own(kind):
     assert jax.tree.map(int, looped.model_state) == jax.tree.map(int, rolled.model_state)
 
 
+def test_a_constant_in_bfloat16_as_long_as_the_batch_is_of_examples():
+    """A loop that is rolled has made it, before the layers: NaN for targets that are none, as in lookups on TPUs."""
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ params["layers"]["w"][i])
+        logits = jax.nn.log_softmax(x @ params["head"]).max(-1)
+        return -jnp.where(batch["tokens"] < VOCAB, logits, jnp.nan).mean()
+
+    config = make_config(stage=1, num_microbatches=4, pipeline="1f1b", precision="bf16")
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=2), config=config
+    )
+    assert [x.num_layers for x in report.loops] == [LAYERS], report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "remat"), [("gpipe", "own"), ("1f1b", "none"), ("1f1b:2", "full")])
 def test_keys_that_go_from_layer_to_layer_and_leave_are_those_of_one_device(pipeline, remat):

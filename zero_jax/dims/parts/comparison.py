@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.dims.parts.batches import in_blocks, of_batches
@@ -297,5 +298,5 @@ def _equal(one: Any, other: Any) -> bool:
 def _of_numpy(x: Any) -> np.ndarray:
     """Returns an array on the host; bfloat16, whose NaN NumPy does not know, as float32."""
     array = np.asarray(x)
-    is_own = array.dtype.kind == "V" and jax.dtypes.issubdtype(array.dtype, np.floating)
+    is_own = array.dtype.kind == "V" and jnp.issubdtype(array.dtype, jnp.floating)
     return array.astype(np.float32) if is_own else array

@@ -10,6 +10,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.program.subcalls import equations
 from zero_jax.training import StepLoss
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
@@ -88,7 +89,7 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
 
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
-    """As stages, layers of a Python loop become a scan, where a mask of each layer's own is data."""
+    """Stages are of a scan, where a mask of each layer's own would be data: layers are fused before they become one."""
     places = np.arange(128)
     causal = places[:, None] >= places
     masks = causal, causal & (places[:, None] - places < 16)
@@ -109,8 +110,10 @@ def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
     mesh = zero.make_mesh(topology="v5e:2x2", pipe=pipe)
     config = zero.ZeroConfig(stage=3, attention="fused", num_microbatches=pipe)
     loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
-    program = str(loss.fused.trace(*loss.shapes(params, batch)).closed)
-    assert bool(loss.attentions(params, batch).num_fused) == ("zero_attention" in program)
+    closed = loss.fused.trace(*loss.shapes(params, batch)).closed
+    fused = [eqn for eqn in equations(closed) if eqn.primitive.name == "zero_attention"]
+    assert loss.attentions(params, batch).num_fused == 4
+    assert len(fused) * pipe == 4  # of a stage, which has as many layers in turn
 
 
 def test_a_batch_that_only_a_size_of_the_model_axis_divides_is_searched(capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -17,7 +18,10 @@ from reference import assert_close, make_config, run_plain, run_zero
 
 import zero_jax as zero
 from zero_jax import hlo
+from zero_jax.attention import function
 from zero_jax.models import gpt
+from zero_jax.program.subcalls import equations
+from zero_jax.training import StepLoss
 from zero_jax.transforms.pipeline.cut import layers_outside
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
@@ -237,6 +241,48 @@ def test_layers_of_a_python_loop_draw_by_keys_of_their_own(kind):
     (rolled, metrics), (looped, of_loop) = made
     assert_close((looped.params, of_loop.loss), (rolled.params, metrics.loss), tolerance=FLOAT32)
     assert jax.tree.map(int, looped.model_state) == jax.tree.map(int, rolled.model_state)
+
+
+def test_a_constant_in_bfloat16_as_long_as_the_batch_is_of_examples():
+    """A loop that is rolled has made it, before the layers: NaN for targets that are none, as in lookups on TPUs."""
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ params["layers"]["w"][i])
+        logits = jax.nn.log_softmax(x @ params["head"]).max(-1)
+        return -jnp.where(batch["tokens"] < VOCAB, logits, jnp.nan).mean()
+
+    config = make_config(stage=1, num_microbatches=4, pipeline="1f1b", precision="bf16")
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=2), config=config
+    )
+    assert [x.num_layers for x in report.loops] == [LAYERS], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "remat"), [("gpipe", "own"), ("1f1b", "none"), ("1f1b:2", "full")])
+def test_keys_that_go_from_layer_to_layer_and_leave_are_those_of_one_device(pipeline, remat):
+    def loss_fn(params, batch, key):
+        def layer(carry, w):
+            x, key = carry
+            draw, after = jax.random.split(key)
+            return (x + jnp.tanh(x @ w["w"]) * jax.random.normal(draw, (FEATURES,)), after), key
+
+        x = params["embed"][batch["tokens"]]
+        (x, key), keys = jax.lax.scan(layer, (x, key), params["layers"])
+        return jnp.square(x @ params["head"]).mean(), {"last": key, "all": keys}
+
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
+    config = make_config(stage=2, num_microbatches=4, pipeline=pipeline, remat=remat)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
+    key = jax.random.fold_in(state.key, state.step)
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch, key)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    assert_close(step.grads(state, batch), (loss, grads), tolerance=FLOAT32)
+    _, metrics = step(state, batch)
+    for name, value in aux.items():
+        np.testing.assert_array_equal(jax.random.key_data(metrics.aux[name]), jax.random.key_data(value))
 
 
 @pytest.mark.slow
@@ -530,6 +576,33 @@ def test_of_several_chains_1f1b_has_the_longest():
     assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, **fields)
 
 
+@pytest.mark.parametrize("pipeline", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_chains_that_read_nothing_of_one_another_wait_on_simulated_devices(pipeline):
+    """Of any two loops whose stages send, one depends on the other, in both passes."""
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+        x = params["embed"][batch["tokens"]]
+        ends = [jnp.square(jax.lax.scan(layer, each, params["layers"])[0]) for each in (x, x[:, ::-1])]
+        return (ends[0] @ params["head"] - ends[1] @ params["head"]).mean()
+
+    fields = {"mesh": zero.make_mesh(pipe=2), "stage": 1, "num_microbatches": 4, "pipeline": pipeline}
+    program = hlo.parse(lowered(loss_fn, **fields).compile())
+    senders = {x.computation for x in program.instructions() if x.opcode == "collective-permute"}
+    senders |= {x.computation for x in program.instructions() if senders.intersection(x.called.values())}
+    loops = [x for x in program.instructions() if x.opcode == "while" and senders.intersection(x.called.values())]
+
+    before = {}
+    for loop in loops:
+        before[loop], new = set(), [loop]
+        while new:
+            new = [x for each in new for x in program.operands(each) if x not in before[loop]]
+            before[loop].update(new)
+    assert len(loops) > 3
+    assert all(a in before[b] or b in before[a] for a, b in itertools.combinations(loops, 2))
+    assert_step_of_one_device(loss_fn, init_params(), make_batches(1)[0], **fields)
+
+
 def test_layers_without_a_gradient_behind_those_of_1f1b_are_of_each_stage():
     """The report and a warning say that they are no stages; what they make is right."""
 
@@ -614,6 +687,19 @@ def with_windows(params, batch):
         is_near = places[:, None] - places < (1 if i % 4 else LENGTH)
         scores = jnp.where(is_near & (places[:, None] >= places), x @ x.swapaxes(1, 2), -1e9)
         x = x + jax.nn.softmax(scores) @ jnp.tanh(x @ params["layers"]["w"][i])
+    return jnp.square(x @ params["head"]).mean()
+
+
+def with_attention(params, batch, *, num_kinds=2):
+    """A Python loop over layers whose causal attention is in segments, and of all but one in turn in a window."""
+    x, places, ids = params["embed"][batch["tokens"]], jnp.arange(LENGTH), batch["tokens"] % 2
+    same = ids[:, :, None] == ids[:, None, :]
+    for i in range(LAYERS):
+        is_near = places[:, None] - places < (2 if i % num_kinds else LENGTH)
+        heads = (x @ params["layers"]["w"][i]).reshape(*x.shape[:2], 2, FEATURES // 2)
+        mask = (is_near & (places[:, None] >= places) & same)[:, None]
+        scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", heads, heads), -1e9)
+        x = x + jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), heads).reshape(x.shape)
     return jnp.square(x @ params["head"]).mean()
 
 
@@ -1200,6 +1286,32 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
     assert_step_of_one_device(loss_fn, params, batch, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "pipeline"), [(1, "gpipe"), (3, "circular:2"), (1, "1f1b"), (2, "1f1b:2")])
+def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeline, monkeypatch):
+    """Layers with another window are one in turn, of which each has its kernel."""
+    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
+    monkeypatch.setattr(function, "_FEW", 1)
+    fields = {"stage": stage, "pipeline": pipeline, "num_microbatches": 4, "attention": "fused"}
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
+    report = zero.pipeline_report(with_attention, params, batch, mesh=mesh, config=make_config(**fields))
+    loss = StepLoss.of(with_attention, params, mesh=mesh, config=make_config(**fields))
+    names = [x.primitive.name for x in equations(loss.fused.trace(*loss.shapes(params, batch)).closed)]
+    assert [x.num_layers for x in report.loops] == [LAYERS // 2]
+    assert loss.attentions(params, batch).num_fused == LAYERS
+    assert names.count("zero_attention") == 2
+    assert_step_of_one_device(with_attention, params, batch, mesh=mesh, **fields)
+
+
+def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
+    loss_fn, fields = functools.partial(with_attention, num_kinds=4), {"num_microbatches": 4}
+    arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
+    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*attention='own' makes"):
+        lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
+    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
+    assert [x.num_layers for x in report.loops] == [LAYERS]
 
 
 @pytest.mark.slow

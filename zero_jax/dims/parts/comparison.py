@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.dims.parts.batches import in_blocks, of_batches
@@ -145,7 +146,7 @@ class TraceComparison:
             return SAME
         try:
             with jax.transfer_guard("allow"):
-                a, b = np.asarray(whole), np.asarray(part)
+                a, b = map(_of_numpy, (whole, part))
             if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
                 return dataclasses.replace(SAME, number=float(a) if not a.shape and a.dtype.kind in "biuf" else None)
             if a.shape and (found := constant_rows(a, b, self.num_parts)):
@@ -292,3 +293,10 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other or bool(one == other) or (hasattr(one, "eqns") and str(one) == str(other))
     except (TypeError, ValueError):  # arrays
         return False
+
+
+def _of_numpy(x: Any) -> np.ndarray:
+    """Returns an array on the host; bfloat16, whose NaN NumPy does not know, as float32."""
+    array = np.asarray(x)
+    is_own = array.dtype.kind == "V" and jnp.issubdtype(array.dtype, jnp.floating)
+    return array.astype(np.float32) if is_own else array

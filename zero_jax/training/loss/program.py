@@ -104,18 +104,21 @@ class StepLoss:
     def unfused(self) -> LossProgram:
         """The program in which attention is looked for, by `fused` and by reports.
 
-        Layers that will be stages are those of a scan in it. On TPUs targets' logits are not looked up in memory.
+        On TPUs targets' logits are not looked up in memory.
         """
-        placement, program = self.placement, lookups_by_place(self.program) if self.is_on_tpu else self.program
-        return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
+        return lookups_by_place(self.program) if self.is_on_tpu else self.program
 
     @functools.cached_property
     def fused(self) -> LossProgram:
-        """The program, with its attention by fused kernels if the config asks for them."""
-        if self.config.attention == "own":
-            return self.unfused
-        placement = self.placement
-        return LossProgram.of(fuse_attention(self.unfused, mesh=placement.mesh, axes=placement.axes))
+        """The program, with its attention by fused kernels if the config asks for them.
+
+        Layers that will be stages are those of a scan in it. They are fused before: which mask a layer of a scan reads
+        is not known.
+        """
+        placement, attention = self.placement, self.config.attention
+        program = fuse_attention(self.unfused, attention, mesh=placement.mesh, axes=placement.axes)
+        program = LossProgram.of(program)
+        return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
 
     def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
         """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""

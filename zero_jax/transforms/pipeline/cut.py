@@ -232,7 +232,7 @@ def find_loops(
                 )
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             roles = _roles(compared, pair, inputs, comparison)
-            _check_scan(scan, stages)
+            _check_scan(scan, stages, is_rolled)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
@@ -318,7 +318,7 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
     return eqn
 
 
-def _check_scan(scan: Any, stages: Stages) -> None:
+def _check_scan(scan: Any, stages: Stages, is_rolled: bool) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
@@ -327,6 +327,8 @@ def _check_scan(scan: Any, stages: Stages) -> None:
         groups = f" of {num_groups} groups" if num_groups > 1 else ""
         most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
+        # What `rolled` finds equal may be several of the model's layers.
+        works += "; layers in turn that differ are one, and attention='own' makes masks of fused windows" * is_rolled
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 

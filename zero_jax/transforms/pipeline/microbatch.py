@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, is_float, rows
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of, read_for
@@ -282,11 +281,6 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
-    if any(is_key(x.aval) for x in (*layers.outvars, *end.results)):
-        raise CannotCut(
-            "PRNG keys go from layer to layer, or leave them: let layers take slices of keys, as of jax.random.split, "
-            "and return none"
-        )
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
     inside = [traces.traced(x, own, [*shared, *examples], end.results, alone=True) for x in each]

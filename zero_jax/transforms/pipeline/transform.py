@@ -47,6 +47,7 @@ from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 
 
@@ -139,10 +140,12 @@ class PipelinedProgram(LossProgram):
         traces, ends = comparison.in_blocks(traces, relations)
         whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
-        if not self.stages.schedule.is_interleaved:
-            return _with_ends(_with_stages(whole, found), ends), found
-        staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
-        return _with_ends(staged, ends), found
+        if self.stages.schedule.is_interleaved:
+            staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
+        else:
+            staged = _with_stages(whole, found)
+        staged = _with_ends(staged, ends)
+        return (in_turn(staged, num_params) if platform_of(self.stages.place.mesh) == "cpu" else staged), found
 
     def interleaved(
         self,

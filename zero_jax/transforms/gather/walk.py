@@ -427,7 +427,8 @@ class GatherWalk(Walk[GatherFrame]):
             params_only[:] = [out.params_only for out in outs]
             return [array_of(self.options, out) for out in outs]
 
-        return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
+        region = jaxprs.inline_jit(jax.checkpoint(call, **options))  # whose derivative JAX keeps, too
+        return SharedRegion(jaxpr=jaxpr, function=region, params_only=params_only)
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

@@ -85,7 +85,7 @@ def conditional(pred: jax.Array, closed: Any, operands: Sequence[Any], *, otherw
 
 def literal(value: Any) -> Any:
     """Returns a scalar as an atom of a jaxpr."""
-    return jex_core.Literal(value, jax.typeof(value))
+    return Literal(value, jax.typeof(value))
 
 
 def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -115,9 +115,13 @@ def inner_jaxprs(eqn: Any) -> tuple[Any, ...]:
     return found
 
 
+# An input of an equation that is no variable; passes compare types, as calls of `is_literal` would add up
+Literal = jex_core.Literal
+
+
 def is_literal(atom: Any) -> bool:
     """Tells whether an input of an equation is a literal rather than a variable."""
-    return isinstance(atom, jex_core.Literal)
+    return isinstance(atom, Literal)
 
 
 def new_variable(var: Any) -> Any:
@@ -127,7 +131,7 @@ def new_variable(var: Any) -> Any:
 
 def variables(eqn: Any) -> list[Any]:
     """Returns the inputs of an equation that are variables, not literals."""
-    return [atom for atom in eqn.invars if not isinstance(atom, jex_core.Literal)]
+    return [atom for atom in eqn.invars if type(atom) is not Literal]
 
 
 @contextlib.contextmanager
@@ -255,8 +259,16 @@ def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Calla
 def used_inputs(jaxpr: Any) -> list[bool]:
     """Tells which inputs of a jaxpr, open or closed, its results depend on."""
     opened, _ = open_jaxpr(jaxpr)
-    _, used = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))
-    return list(used)
+    used = {atom for atom in opened.outvars if type(atom) is not Literal}
+    for eqn in reversed(opened.eqns):
+        if used.isdisjoint(eqn.outvars) and not eqn.effects:
+            continue
+        read = eqn.invars
+        if eqn.primitive in partial_eval.dce_rules:  # of those that run jaxprs
+            flags, _ = partial_eval.dce_rules[eqn.primitive]([var in used for var in eqn.outvars], eqn)
+            read = [atom for atom, flag in zip(read, flags, strict=True) if flag]
+        used.update([atom for atom in read if type(atom) is not Literal])
+    return [var in used for var in opened.invars]
 
 
 def is_traced(x: Any) -> bool:

@@ -51,7 +51,7 @@ def global_norm(arrays: Sequence[jax.Array]) -> GlobalNorm:
     dtype = jnp.finfo(promoted(*(wide(x.dtype) for x in arrays))).dtype
     sums_of = functools.partial(_squares, dtype=dtype)
     # One vector of all sums: one small all-reduce.
-    sums = lax.stack(jax.tree.leaves(map_on_device(sums_of, arrays))).reshape(len(arrays), -1)
+    sums = jnp.stack(jax.tree.leaves(map_on_device(sums_of, arrays))).reshape(len(arrays), -1)
     # A scaled sum is finite where the array is.
     bad, totals = ~jnp.isfinite(sums[:, 1]), sums.sum(0)
     fits = jnp.isfinite(totals[0])

@@ -427,8 +427,16 @@ class GatherWalk(Walk[GatherFrame]):
             params_only[:] = [out.params_only for out in outs]
             return [array_of(self.options, out) for out in outs]
 
-        region = jaxprs.inline_jit(jax.checkpoint(call, **options))  # whose derivative JAX keeps, too
-        return SharedRegion(jaxpr=jaxpr, function=region, params_only=params_only)
+        region = jax.checkpoint(call, **options)
+        # In the order of their use, in which a loop around would have them as constants.
+        opened, _ = jaxprs.open_jaxpr(jaxpr)
+        places = dict(zip(opened.invars, packed.places, strict=True))
+        read = (var for eqn in opened.eqns for var in jaxprs.variables(eqn) if var in places)
+        order = [*dict.fromkeys(i for var in (*read, *opened.invars) for i in places[var])]
+        # JAX keeps the derivative of a nested `jit`: of equal regions it then differentiates one.
+        jitted = jaxprs.inline_jit(lambda *xs: region(*(xs[order.index(i)] for i in range(len(xs)))))
+        function = lambda *arrays: jitted(*(arrays[i] for i in order))  # noqa: E731
+        return SharedRegion(jaxpr=jaxpr, function=function, params_only=params_only)
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

@@ -427,16 +427,8 @@ class GatherWalk(Walk[GatherFrame]):
             params_only[:] = [out.params_only for out in outs]
             return [array_of(self.options, out) for out in outs]
 
-        region = jax.checkpoint(call, **options)
-        # In the order of their use, in which a loop around would have them as constants.
-        opened, _ = jaxprs.open_jaxpr(jaxpr)
-        places = dict(zip(opened.invars, packed.places, strict=True))
-        read = (var for eqn in opened.eqns for var in jaxprs.variables(eqn) if var in places)
-        order = [*dict.fromkeys(i for var in (*read, *opened.invars) for i in places[var])]
-        # JAX keeps the derivative of a nested `jit`: of equal regions it then differentiates one.
-        jitted = jaxprs.inline_jit(lambda *xs: region(*(xs[order.index(i)] for i in range(len(xs)))))
-        function = lambda *arrays: jitted(*(arrays[i] for i in order))  # noqa: E731
-        return SharedRegion(jaxpr=jaxpr, function=function, params_only=params_only)
+        # Not in a nested `jit`, of which JAX would keep the derivative: all it inlines gets the line of its call.
+        return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

@@ -259,16 +259,8 @@ def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Calla
 def used_inputs(jaxpr: Any) -> list[bool]:
     """Tells which inputs of a jaxpr, open or closed, its results depend on."""
     opened, _ = open_jaxpr(jaxpr)
-    used = {atom for atom in opened.outvars if type(atom) is not Literal}
-    for eqn in reversed(opened.eqns):
-        if used.isdisjoint(eqn.outvars) and not eqn.effects:
-            continue
-        read = eqn.invars
-        if eqn.primitive in partial_eval.dce_rules:  # of those that run jaxprs
-            flags, _ = partial_eval.dce_rules[eqn.primitive]([var in used for var in eqn.outvars], eqn)
-            read = [atom for atom, flag in zip(read, flags, strict=True) if flag]
-        used.update([atom for atom in read if type(atom) is not Literal])
-    return [var in used for var in opened.invars]
+    _, used = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))
+    return list(used)
 
 
 def is_traced(x: Any) -> bool:

@@ -410,10 +410,10 @@ class _Signatures:
         """Returns the number of an equation, and how many equations it is with those in it."""
         inner = [self.of_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn)]
         shapes = [getattr(var.aval, "shape", var.aval) for var in (*eqn.invars, *eqn.outvars)]  # a token has none
-        key = eqn.primitive.name, *shapes, None, *[number for _, number, _ in inner]
+        key = eqn.primitive.name, len(eqn.invars), *shapes, None, *[number for _, number, _ in inner]
         if key not in self.as_shaped:
             kinds = [tuple(sorted(x)) if isinstance(x, tuple) else str(x) for x in shapes]
-            self.as_shaped[key] = self.number((key[0], len(eqn.invars), *kinds, *key[len(shapes) + 1 :]))
+            self.as_shaped[key] = self.number((*key[:2], *kinds, *key[len(shapes) + 2 :]))
         return self.as_shaped[key], 1 + sum([size for *_, size in inner])
 
     def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:

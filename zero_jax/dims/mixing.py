@@ -26,7 +26,6 @@ from zero_jax.sharding.spec import dims_of
 # is free; random numbers are sharded as what they are used with.
 UNKNOWN, FREE, MIXED, RANDOM = "unknown", "free", "mixed", "random"
 State = int | str
-_NO_EXAMPLES = frozenset({FREE, RANDOM})
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order", "zero_rows"})
 LOOPS = frozenset({"scan", "while"})
@@ -208,7 +207,7 @@ class Examples(Dataflow[State]):
                 self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
             return UNKNOWN
         states = {*operands}
-        if states <= _NO_EXAMPLES:
+        if states <= {FREE, RANDOM}:
             return RANDOM if RANDOM in states or eqn.primitive.name.startswith("random") else FREE
         if _is_ragged(eqn):
             return MIXED
@@ -220,9 +219,8 @@ class Examples(Dataflow[State]):
 
     def sharded_dim(self, eqn: Any) -> int | None:
         """Returns the dim that a `zero_reshard` shards a value along as the batch is, if it does."""
-        chain = eqn.params["forward"].shardings
-        dims = dims_of(chain[-1], eqn.outvars[0].aval.ndim) if chain else ()
-        return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
+        of_last = [dims_of(x, eqn.outvars[0].aval.ndim) for x in eqn.params["forward"].shardings[-1:]]
+        return next((i for dims in of_last for i, axes in enumerate(dims) if axes == self.batch_axes), None)
 
 
 def _is_unsharded(constant: Any) -> bool:

@@ -97,32 +97,24 @@ class OrdinaryRuns:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
         made: set[Any] = set()
         run: list[int] = []
-        first: Hashable = None  # the source of the first of them
         for i in range(start, len(self.eqns)):
             if i in self.ordering.evaluated:
                 continue
             if (run and i in self.ordering.places) or not self.is_ordinary(i, env, made):
                 break
-            source = self.source(i)
-            if source is None or (run and source != first):
+            if (source := self.source(i)) is None or (run and source != self.source(run[0])):
                 break
-            first = source
             made.update(self.eqns[i].outvars)
             run.append(i)
         return run
 
     def is_ordinary(self, index: int, env: dict[Any, Any], made: Collection[Any]) -> bool:
         """Tells whether all inputs of an equation are ordinary values, some of them traced, or `made` before it."""
-        is_made = False
-        values = []
-        for var in self.facts.reads[index]:
-            if var in made:
-                is_made = True
-            elif var not in env or type(value := env[var]) is not Value:
-                return False
-            else:
-                values.append(value)
-        return is_made or any(is_traced(value.array) for value in values)
+        reads = self.facts.reads[index]
+        values: list[Any] = [env[var] if var in env else None for var in reads if var not in made]
+        if any([type(x) is not Value for x in values]):  # a list: passes ask this of each equation
+            return False
+        return len(values) < len(reads) or any(is_traced(x.array) for x in values)
 
     def source(self, index: int) -> Hashable:
         """Returns line, names and context of an equation; None for one that is evaluated by itself."""

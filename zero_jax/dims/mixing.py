@@ -29,6 +29,7 @@ State = int | str
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order", "zero_rows"})
 LOOPS = frozenset({"scan", "while"})
+_MIXING = frozenset({"dot_general", "gather", "scatter-add", "top_k"})  # what may mix examples and be sharded otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,8 @@ class Examples(Dataflow[State]):
         if eqn.primitive.name == "zero_pipeline":
             return [FREE if dim is None else dim for dim in eqn.params["loop"].dims]
         move = self.move(eqn, operands)
-        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None  # the same each time
+        if self.moves.setdefault(id(eqn), move) is not move and self.moves[id(eqn)] != move:  # not the same each time
+            self.moves[id(eqn)] = None
         state = self.state(eqn, operands) if move is None or move.dim is None else move.dim
         if not isinstance(state, int):
             return [state] * len(eqn.outvars)
@@ -148,7 +150,10 @@ class Examples(Dataflow[State]):
 
     def move(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns how an operation is best sharded, if it mixes examples or follows one that does."""
-        name, examples = eqn.primitive.name, [(i, x) for i, x in enumerate(operands) if isinstance(x, int)]
+        name = eqn.primitive.name
+        if not (self.mixes or name in _MIXING):
+            return None
+        examples = [(i, x) for i, x in enumerate(operands) if isinstance(x, int)]
         dims = {dim for _, dim in examples}
         if self.mixes and name in ELEMENTWISE and UNKNOWN in operands and len(dims) == 1:
             # Examples and what was made of all: a place of the result belongs to the example that is there.
@@ -201,21 +206,21 @@ class Examples(Dataflow[State]):
             for each in inner:  # what is in it may be called with anything
                 self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
             return UNKNOWN
-        if {*operands} <= {FREE, RANDOM}:
-            return RANDOM if RANDOM in operands or eqn.primitive.name.startswith("random") else FREE
+        states = {*operands}
+        if states <= {FREE, RANDOM}:
+            return RANDOM if RANDOM in states or eqn.primitive.name.startswith("random") else FREE
         if _is_ragged(eqn):
             return MIXED
-        if (dim := self.sharded_dim(eqn)) is not None:
+        if eqn.primitive.name == "zero_reshard" and (dim := self.sharded_dim(eqn)) is not None:
             return dim
-        if RANDOM in operands and any(isinstance(state, int) for state in operands):  # sharded as the examples are
+        if RANDOM in states and any(isinstance(state, int) for state in states):  # sharded as the examples are
             operands = [FREE if state == RANDOM else state for state in operands]
-        return UNKNOWN if rule is None or {UNKNOWN, RANDOM} & {*operands} else rule(eqn, operands)
+        return UNKNOWN if rule is None or UNKNOWN in operands or RANDOM in operands else rule(eqn, operands)
 
     def sharded_dim(self, eqn: Any) -> int | None:
-        """Returns the dim that an equation shards a value along as the batch is, if it does."""
-        chain = eqn.params["forward"].shardings if eqn.primitive.name == "zero_reshard" else ()
-        dims = dims_of(chain[-1], eqn.outvars[0].aval.ndim) if chain else ()
-        return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
+        """Returns the dim that a `zero_reshard` shards a value along as the batch is, if it does."""
+        of_last = [dims_of(x, eqn.outvars[0].aval.ndim) for x in eqn.params["forward"].shardings[-1:]]
+        return next((i for dims in of_last for i, axes in enumerate(dims) if axes == self.batch_axes), None)
 
 
 def _is_unsharded(constant: Any) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from zero_jax.program.jaxprs import is_literal, open_jaxpr, variables
+from zero_jax.program.jaxprs import Literal, open_jaxpr, variables
 from zero_jax.program.subcalls import Subcall, subcall
 
 V = TypeVar("V")
@@ -59,7 +59,7 @@ class Dataflow(Generic[V]):
 
     def of_atoms(self, atoms: Sequence[Any], env: dict[Any, V]) -> list[V]:
         """Returns what is known of operands or results."""
-        return [self.constant(atom) if is_literal(atom) else env[atom] for atom in atoms]
+        return [self.constant(atom) if type(atom) is Literal else env[atom] for atom in atoms]
 
     def visit(self, eqn: Any, env: dict[Any, V]) -> Sequence[V]:
         """Returns what is known of an equation's results; a subclass may first change what is known of its inputs."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from zero_jax.program.jaxprs import (
+    Literal,
     bind,
     is_literal,
     new_variable,
@@ -49,7 +50,7 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], equation: Equat
 
 def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:
     """Returns the values of variables and literals."""
-    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
+    return [atom.val if type(atom) is Literal else env[atom] for atom in atoms]
 
 
 def inlining(kinds: Collection[str] = ("call",)) -> Equation:

@@ -85,7 +85,7 @@ def conditional(pred: jax.Array, closed: Any, operands: Sequence[Any], *, otherw
 
 def literal(value: Any) -> Any:
     """Returns a scalar as an atom of a jaxpr."""
-    return jex_core.Literal(value, jax.typeof(value))
+    return Literal(value, jax.typeof(value))
 
 
 def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -115,9 +115,13 @@ def inner_jaxprs(eqn: Any) -> tuple[Any, ...]:
     return found
 
 
+# An input of an equation that is no variable; passes compare types, as calls of `is_literal` would add up
+Literal = jex_core.Literal
+
+
 def is_literal(atom: Any) -> bool:
     """Tells whether an input of an equation is a literal rather than a variable."""
-    return isinstance(atom, jex_core.Literal)
+    return isinstance(atom, Literal)
 
 
 def new_variable(var: Any) -> Any:
@@ -127,7 +131,7 @@ def new_variable(var: Any) -> Any:
 
 def variables(eqn: Any) -> list[Any]:
     """Returns the inputs of an equation that are variables, not literals."""
-    return [atom for atom in eqn.invars if not isinstance(atom, jex_core.Literal)]
+    return [atom for atom in eqn.invars if type(atom) is not Literal]
 
 
 @contextlib.contextmanager

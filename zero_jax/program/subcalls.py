@@ -69,8 +69,8 @@ def kind_of(eqn: Any) -> str | None:
 
 def subcall(eqn: Any) -> Subcall | None:
     """Returns the jaxprs that an equation runs; None for an operation, whatever it holds."""
-    kind, params = kind_of(eqn), eqn.params
-    if kind is None:
+    params = eqn.params
+    if eqn.primitive.name not in KINDS or (kind := kind_of(eqn)) is None:
         return None
     if kind == "scan":
         return scan_of(eqn)

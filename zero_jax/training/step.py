@@ -231,7 +231,7 @@ class _Program:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
 
         def unscaled(grad: jax.Array, dtype: Any) -> jax.Array:
-            grad = grad.astype(dtype)
+            grad = grad if grad.dtype == dtype else grad.astype(dtype)
             return grad if loss_scale is None else grad / loss_scale.scale.astype(dtype)
 
         leaves, tree = jax.tree.flatten(masters)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -399,6 +400,7 @@ class _Signatures:
 
     def __init__(self):
         self.numbers: dict[Hashable, int] = {}
+        self.as_shaped: dict[Hashable, int] = {}  # the numbers by shapes as they are: of equal layers one is described
         self.inner: dict[int, tuple[Any, int, int]] = {}
 
     def number(self, key: Hashable) -> int:
@@ -407,9 +409,12 @@ class _Signatures:
     def of(self, eqn: Any) -> tuple[int, int]:
         """Returns the number of an equation, and how many equations it is with those in it."""
         inner = [self.of_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn)]
-        avals = [tuple(_kind(var.aval) for var in variables) for variables in (eqn.invars, eqn.outvars)]
-        number = self.number((eqn.primitive.name, *avals, tuple(number for _, number, _ in inner)))
-        return number, 1 + sum(size for *_, size in inner)
+        shapes = [getattr(var.aval, "shape", var.aval) for var in (*eqn.invars, *eqn.outvars)]  # a token has none
+        key = eqn.primitive.name, len(eqn.invars), *shapes, None, *[number for _, number, _ in inner]
+        if key not in self.as_shaped:
+            kinds = [tuple(sorted(x)) if isinstance(x, tuple) else str(x) for x in shapes]
+            self.as_shaped[key] = self.number((*key[:2], *kinds, *key[len(shapes) + 2 :]))
+        return self.as_shaped[key], 1 + sum([size for *_, size in inner])
 
     def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:
         """Returns the jaxpr (so that its id stays its own), its number, and how many equations it has."""
@@ -420,10 +425,11 @@ class _Signatures:
         return self.inner[id(jaxpr)]
 
 
-def _kind(aval: Any) -> Hashable:
-    return tuple(sorted(aval.shape)) if hasattr(aval, "shape") else str(aval)
-
-
 def num_bytes(aval: Any) -> int:
     """Returns the bytes of an array, 0 for what is none."""
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0
+    return _num_bytes(aval.shape, aval.dtype) if hasattr(aval, "dtype") else 0
+
+
+@functools.cache
+def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * dtype.itemsize

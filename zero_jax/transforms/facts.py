@@ -59,8 +59,9 @@ class Facts:
     def uses(self) -> dict[int, frozenset[int]]:
         """For each equation that brings params together with anything else, by its index, which params."""
         found = dict[int, frozenset[int]]()
+        of_params = {var: origin.params for var, origin in self.origins.items() if origin.params}
         for i, variables in enumerate(self.reads):
-            params = [origin.params for var in variables if (origin := self.origins.get(var)) and origin.params]
+            params = [of_params[var] for var in variables if var in of_params]
             if params and not self.only_params(self.jaxpr.eqns[i]):
                 found[i] = frozenset().union(*params)
         return found

@@ -2,8 +2,7 @@
 
 Most primitives have the rule that follows from their record (`by_record`): its map of dims says where the examples are,
 and what it is linear in says what becomes of sums and means. A primitive without a record or a rule may mix examples.
-That it keeps shapes says nothing about it. The largest or the smallest of the values of examples is kept by what is
-monotone (`of_extrema`).
+That it keeps shapes says nothing about it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from zero_jax.dims.parts.relations import (
-    EXTREMA,
     SAME,
     Kind,
     Pair,
@@ -30,24 +28,13 @@ from zero_jax.dims.parts.relations import (
     multiplied,
     rows,
 )
-from zero_jax.dims.primitives import (
-    BY_INDEX,
-    JOINS,
-    MOVES,
-    PLACES,
-    SAME_ELEMENTS,
-    SCATTERS,
-    Primitive,
-    dim_map,
-    is_float,
-    known_primitives,
-)
+from zero_jax.dims.primitives import PLACES, SAME_ELEMENTS, SCATTERS, Primitive, dim_map, is_float, known_primitives
 
 # From the relations of operands, all with their examples along one dim, to that of the results.
 Combine = Callable[[Sequence[Relation]], Relation]
 
 
-def _is_wider(before: Any, after: Any) -> bool:
+def is_wider(before: Any, after: Any) -> bool:
     """Tells whether a dtype of integers has as many bits as another one, or more."""
     return before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
 
@@ -55,7 +42,7 @@ def _is_wider(before: Any, after: Any) -> bool:
 def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
-    grows = _is_wider(before, after)
+    grows = is_wider(before, after)
     if x.kind is Kind.POSITIONS and x.dim is not None and before.kind in "iu" and after.kind in "iu":
         grows |= pair.shapes(0)[0][x.dim] <= np.iinfo(after).max  # as float64 programs look up by their int64 places
     return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
@@ -367,49 +354,3 @@ def rule_of(name: str) -> Rule | None:
     """Returns the rule of a primitive; None if it is not known."""
     known = known_primitives().get(name)
     return _OWN.get(name) or (by_record(known) if known else None)
-
-
-# The largest or the smallest of the values of examples, which monotone operations keep.
-
-# Of one operand; of several that are the same extremum, or are the same in all parts; of one that is an extremum.
-_INCREASING = frozenset(name for name, known in known_primitives().items() if known.increases)
-_OF_ALL = {Kind.MAX: frozenset({"max", "or"}), Kind.MIN: frozenset({"min", "and"})}
-_OF_ONE = frozenset({"max", "min", "or", "and", "add", "add_any", "clamp"})
-_REDUCTIONS = {Kind.MAX: frozenset({"reduce_max", "reduce_or"}), Kind.MIN: frozenset({"reduce_min", "reduce_and"})}
-_FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
-
-
-def of_extrema(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """Returns the relations of the results of an operation on extrema; raises `Refused` if it is not monotone."""
-    name, found = pair.whole.primitive.name, [x for x in inputs if x.kind in EXTREMA]
-    check(all(x.kind is found[0].kind for x in found))
-    check(all(x.kind in EXTREMA or (x.kind is Kind.SAME and x.is_plain) for x in inputs))
-    made = Relation(kind=found[0].kind, why=found[0].why)
-    if not _keeps(name, pair, inputs, found):
-        check(_flips(name, pair, inputs))
-        made = dataclasses.replace(made, kind=_FLIPPED[made.kind])
-    return [made] * len(pair.whole.outvars)
-
-
-def _keeps(name: str, pair: Pair, inputs: Sequence[Relation], found: Sequence[Relation]) -> bool:
-    kind, is_one, first = found[0].kind, len(found) == 1, inputs[0].kind in EXTREMA
-    before, after = pair.whole.invars[0].aval, pair.whole.outvars[0].aval
-    if name in KEEPS:
-        grows = _is_wider(before.dtype, after.dtype) and before.dtype.kind in ("b", after.dtype.kind)
-        is_ordered = before.dtype == after.dtype or is_float(after) or grows
-        return is_ordered and (name == "zero_join" or pair.growing() is None)
-    if name in ("or", "and", "reduce_or", "reduce_and") and before.dtype != bool:
-        return False
-    if name in ("mul", "div"):
-        positive = [x.number is not None and x.number > 0 for x in inputs]
-        return is_one and (positive[1] or (name == "mul" and positive[0]))
-    of_one = name in _OF_ONE or (first and name in ("sub", "gt", "ge")) or (not first and name in ("lt", "le"))
-    return name in _INCREASING | _OF_ALL[kind] | _REDUCTIONS[kind] | (MOVES | JOINS) - BY_INDEX or (is_one and of_one)
-
-
-def _flips(name: str, pair: Pair, inputs: Sequence[Relation]) -> bool:
-    first, is_one = inputs[0].kind in EXTREMA, sum(x.kind in EXTREMA for x in inputs) == 1
-    if name == "not":
-        return pair.whole.outvars[0].aval.dtype == bool
-    decreases = (first and name in ("lt", "le")) or (not first and name in ("sub", "gt", "ge"))
-    return name == "neg" or (is_one and decreases)

@@ -261,7 +261,7 @@ def _argument(x: Any, *, sharding: NamedSharding | None) -> Any:
 
 def value_dtype(params: PyTree) -> Any:
     """Returns the dtype of the loss that an optimizer of these params gets: float32, or theirs if it is wider."""
-    return promoted(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(params)))
+    return promoted(jnp.float32, *(jnp.finfo(dtype).dtype for dtype in {x.dtype for x in jax.tree.leaves(params)}))
 
 
 def apply_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:

@@ -102,7 +102,7 @@ class OrdinaryRuns:
                 continue
             if (run and i in self.ordering.places) or not self.is_ordinary(i, env, made):
                 break
-            if self.source(i) is None or (run and self.source(i) != self.source(run[0])):
+            if (source := self.source(i)) is None or (run and source != self.source(run[0])):
                 break
             made.update(self.eqns[i].outvars)
             run.append(i)
@@ -110,10 +110,11 @@ class OrdinaryRuns:
 
     def is_ordinary(self, index: int, env: dict[Any, Any], made: Collection[Any]) -> bool:
         """Tells whether all inputs of an equation are ordinary values, some of them traced, or `made` before it."""
-        read = [var for var in self.facts.reads[index] if var not in made]
-        if any(type(env.get(var)) is not Value for var in read):
+        reads = self.facts.reads[index]
+        values: list[Any] = [env[var] if var in env else None for var in reads if var not in made]
+        if any([type(x) is not Value for x in values]):  # a list: passes ask this of each equation
             return False
-        return len(read) < len(self.facts.reads[index]) or any(is_traced(env[var].array) for var in read)
+        return len(values) < len(reads) or any(is_traced(x.array) for x in values)
 
     def source(self, index: int) -> Hashable:
         """Returns line, names and context of an equation; None for one that is evaluated by itself."""

@@ -427,6 +427,7 @@ class GatherWalk(Walk[GatherFrame]):
             params_only[:] = [out.params_only for out in outs]
             return [array_of(self.options, out) for out in outs]
 
+        # Not in a nested `jit`, of which JAX would keep the derivative: all it inlines gets the line of its call.
         return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:

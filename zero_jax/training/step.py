@@ -189,13 +189,15 @@ class _Program:
         """
         placement, (_, batch, key) = step_loss.placement, arguments
 
-        def evaluate(trained: PyTree, needed: list[bool], **options: bool) -> tuple[jax.Array, PyTree]:
+        def evaluate(trained: PyTree, needed: list[bool], differentiable: bool = False) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, trained)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            of_step = {"needed": needed, "loss_scale": state.loss_scale}
-            computed = loss_and_grads(step_loss, (variables, batch, key), **of_step, **options)
+            arguments, scale = (variables, batch, key), state.loss_scale
+            computed = loss_and_grads(
+                step_loss, arguments, needed=needed, loss_scale=scale, differentiable=differentiable
+            )
             grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)
             return computed.loss.astype(value_dtype(trained)), grads
 

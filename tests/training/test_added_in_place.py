@@ -1,5 +1,6 @@
 """Gradients of scanned layers that are added to those of other microbatches where they are made."""
 
+import dataclasses
 import functools
 import re
 
@@ -76,3 +77,54 @@ def test_gradients_of_a_microbatch_are_not_made_for_all_layers(noise_scale):
     num_added = len(re.findall(rf"stablehlo.add .*tensor<{stack}>", text))
     in_place = re.findall(rf"dynamic_update_slice .*\(tensor<{stack}>, tensor<{layer}>", text)
     assert (num_added, len(in_place)) == ((4, 0) if noise_scale else (2, 3))
+
+
+def _hessian_products(forward):
+    """An optimizer that takes products with the Hessian of the loss, forward over reverse or reverse twice."""
+
+    def update(grads, state, params=None, *, value_fn, **_):
+        vector = jax.tree.map(jnp.ones_like, params)
+        if forward:
+            product = jax.jvp(jax.grad(value_fn), (params,), (vector,))[1]
+        else:
+            along = lambda params: sum(x.sum() for x in jax.tree.leaves(jax.grad(value_fn)(params)))  # noqa: E731
+            product = jax.grad(along)(params)
+        return jax.tree.map(lambda g, h: -0.1 * g - 0.01 * h, grads, product), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def _scanned(params, batch):
+    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["stack"])[0]
+    return jnp.square(x - batch["y"][:, None]).mean()
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_an_optimizer_takes_second_derivatives(forward):
+    with jax.enable_x64(True):
+        params, mesh = {"stack": init(None)["made"]}, zero.make_mesh(devices=jax.devices()[:2])
+        batch, tx = make_batch(weighted=False), _hessian_products(forward)
+        config = zero.ZeroConfig(stage=1, num_microbatches=2)
+        state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
+        state, _ = zero.make_train_step(_scanned, tx, mesh=mesh, config=config)(state, batch)
+        value_fn = lambda params: _scanned(params, batch)  # noqa: E731
+        updates, _ = tx.update(jax.grad(value_fn)(params), tx.init(params), params, value_fn=value_fn)
+        expected = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(state.params["stack"], expected["stack"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("derive", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]])
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}])
+def test_a_derivative_through_a_step_is_refused(derive, axes):
+    """It would be wrong: what a loop adds to sums has no derivatives of its own."""
+    tx, mesh = optax.sgd(0.1), zero.make_mesh(**axes, devices=jax.devices()[: 4 if axes else 2])
+    config = zero.ZeroConfig(stage=1, num_microbatches=2)
+    state = zero.init_state({"stack": init(None)["made"]}, tx, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(_scanned, tx, mesh=mesh, config=config)
+
+    def after(params):
+        new, _ = step(dataclasses.replace(state, params=params), make_batch(weighted=False))
+        return new.params["stack"].sum()
+
+    with pytest.raises(ValueError, match="without `pipe`" if axes else "set num_microbatches=1 or stage=2"):
+        derive(after)(state.params)

@@ -189,16 +189,26 @@ class _Program:
         """
         placement, (_, batch, key) = step_loss.placement, arguments
 
-        def evaluate(trained: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
+        def evaluate(trained: PyTree, needed: list[bool], differentiable: bool = False) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, trained)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            computed = loss_and_grads(step_loss, (variables, batch, key), needed=needed, loss_scale=state.loss_scale)
+            arguments, scale = (variables, batch, key), state.loss_scale
+            computed = loss_and_grads(
+                step_loss, arguments, needed=needed, loss_scale=scale, differentiable=differentiable
+            )
             grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)
-            if placement.num_stages > 1:
-                grads = self.with_no_derivatives(grads)
             return computed.loss.astype(value_dtype(trained)), grads
+
+        # Those of the step have no derivatives where they are added in place.
+        @jax.custom_jvp
+        def with_grads(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            return evaluate(trained, needed)
+
+        @with_grads.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(lambda trained: evaluate(trained, needed, differentiable=True), primals, tangents)
 
         @jax.custom_jvp
         def loss_fn(trained: PyTree) -> jax.Array:
@@ -207,25 +217,12 @@ class _Program:
         # The step's gradients, not those of its loss: they are accumulated over microbatches and scaled.
         @loss_fn.defjvp
         def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-            loss, grads = evaluate(primals[0], needed)
+            loss, grads = with_grads(primals[0])
             # JAX's gradient of a real loss by a complex param is such that the loss changes by Re(sum(g * t)).
             slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(loss.dtype), grads, tangents[0])
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
-        return {"loss_fn": loss_fn, "grad_fn": lambda trained: evaluate(trained, needed)[1]}
-
-    def with_no_derivatives(self, grads: PyTree) -> PyTree:
-        """Returns gradients that refuse to be differentiated: those of stages, added in place, would be wrong."""
-        identity = jax.custom_jvp(lambda grads: grads)
-
-        @identity.defjvp
-        def _(*_: Any) -> Any:
-            raise ValueError(
-                "the optimizer takes second derivatives of the loss, which a pipeline does not have: take a mesh "
-                "without `pipe`"
-            )
-
-        return identity(grads)
+        return {"loss_fn": loss_fn, "grad_fn": lambda trained: with_grads(trained)[1]}
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""

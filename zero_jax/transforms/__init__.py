@@ -14,7 +14,7 @@ from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
-from zero_jax.transforms.grad_sums import SummedStacks
+from zero_jax.transforms.grad_sums import SummedStacks, without_derivatives
 from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight

@@ -120,6 +120,20 @@ def _add_backward(
 added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _add_backward)
 
 
+def without_derivatives(grads: Any, params: Any, why: str) -> Any:
+    """Returns gradients by params that loops added in place, which raise `ValueError` if they are differentiated.
+
+    Their derivatives would be wrong: stacks are constants to the loops that add the gradients of their slices.
+    """
+    identity = jax.custom_jvp(lambda grads, params: grads)
+
+    @identity.defjvp
+    def _(*_: Any) -> Any:
+        raise ValueError(why)
+
+    return identity(grads, params)
+
+
 class SummedStacks:
     """Evaluates a program so that scans add the gradients of the params that they take slices of to sums.
 
@@ -131,10 +145,13 @@ class SummedStacks:
       params: those of them that have gradients.
       sums: the sum of each, of the same shape.
       share: see `added_to`.
+
+    Attributes:
+      adds: whether a scan has added to the sums.
     """
 
     def __init__(self, leaves: Sequence[Any], params: Sequence[Any], sums: Sequence[jax.Array], share: jax.Array):
-        self.leaves, self.sums, self.share = leaves, [*sums], share
+        self.leaves, self.sums, self.share, self.adds = leaves, [*sums], share, False
         self.number_of = {id(x): i for i, x in enumerate(params)}
         arguments = set(map(id, leaves))
         # Which params have a gradient besides that of slices, as those that something else is made of beforehand.
@@ -172,7 +189,7 @@ class SummedStacks:
 
     def scan(self, eqn: Any, sub: Subcall, operands: tuple[list[Any], ...], numbers: dict[int, int]) -> list[Any]:
         """Returns the results of a scan that takes slices of some arguments, by the place of each."""
-        consts, carry, stacks = operands
+        (consts, carry, stacks), self.adds = operands, True
         # Without it, the backward scan would stack zeros for the gradients of all layers.
         stacks = [lax.stop_gradient(x) if i in numbers.values() else x for i, x in enumerate(stacks)]
         sums = {number: self.sums[number] for number in numbers}

@@ -417,3 +417,24 @@ def test_an_activation_function_stays_a_call_in_a_block():
     recomputed = zero.rematerialize(loss_fn, "full", mesh=mesh)
     text = str(jax.make_jaxpr(recomputed)(jnp.ones((2, 8, 8)), jnp.ones((8, 8))))
     assert "name=silu" in text and "softmax" not in text
+
+
+@pytest.mark.parametrize(
+    "policy", ["dots_offloaded", *(pytest.param(x, marks=pytest.mark.slow) for x in RECOMPUTING if "att" not in x)]
+)
+def test_second_derivatives_are_those_of_the_loss(policy):
+    """What is kept is recomputed from a copy, which has derivatives, too."""
+    with jax.enable_x64(True):
+        params = {"up": jnp.full((2, 8, 16), 0.3), "down": jnp.full((2, 16, 8), 0.2)}
+        batch = jnp.sin(jnp.arange(4 * 2 * 8.0)).reshape(4, 2, 8)
+
+        def loss_fn(params, batch):
+            layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+            return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
+
+        def product(loss_fn):
+            return jax.jit(lambda params: jax.jvp(jax.grad(loss_fn), (params, batch), (params, batch))[1])(params)
+
+        mesh = zero.make_mesh(model=2, devices=jax.devices()[:4])
+        recomputed = rematerialize(loss_fn, policy, mesh=mesh)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), product(recomputed), product(loss_fn))

@@ -35,6 +35,7 @@ from zero_jax.transforms import (
     used_shapes,
     weight_alone,
     with_gradient,
+    without_derivatives,
 )
 
 
@@ -56,17 +57,19 @@ def loss_and_grads(
     needed: list[bool],
     loss_scale: Any,
     errors: PyTree = None,
+    differentiable: bool = False,
 ) -> StepGrads:
     """Returns the loss and gradients of a batch, accumulated over its microbatches.
 
     `arguments` are those of the loss, as `StepLoss.cast` returns them, and the step's key; `needed` tells for each
-    trainable param whether its gradient is computed. `errors` are what quantization dropped of the last step's.
+    trainable param whether its gradient is computed. `errors` are what quantization dropped of the last step's. With
+    `differentiable` gradients are not added in place, so that they have derivatives.
 
     Raises:
       ValueError: the loss function changes model state that is on the host.
     """
     scale = 1 if loss_scale is None else loss_scale.scale
-    scaled = _ScaledLoss(loss, arguments, needed, scale)
+    scaled = _ScaledLoss(loss, arguments, needed, scale, differentiable)
     # Kept without the loss scale, which changes between steps, and added to gradients that have it.
     own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
     if scaled.judged is None:
@@ -82,15 +85,32 @@ def loss_and_grads(
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
     grads = scaled.full(grads) if plan.sums_to_masters else loss.placement.to_update(scaled.full(grads))
+    if loss.placement.num_stages > 1:
+        why = f"{_TAKEN}, which a pipeline does not have: take a mesh without `pipe`"
+        grads = without_derivatives(grads, scaled.inputs.params, why)
     return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, grads, parts, errors)
+
+
+_TAKEN = "the optimizer, or a derivative through the step, takes second derivatives of the loss"
+_NOT_IN_PLACE = (
+    f"{_TAKEN}, and gradients of scanned layers that are added up over microbatches at stages 0 and 1 have no "
+    "derivatives: set num_microbatches=1 or stage=2"
+)
 
 
 class _ScaledLoss:
     """The scaled loss of a step, as a function of the params that have gradients, and how these are computed."""
 
-    def __init__(self, loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array], needed: list[bool], scale: Any):
+    def __init__(
+        self,
+        loss: StepLoss,
+        arguments: tuple[PyTree, PyTree, jax.Array],
+        needed: list[bool],
+        scale: Any,
+        differentiable: bool,
+    ):
         variables, batch, key = arguments
-        self.loss, self.placement, self.scale = loss, loss.placement, scale
+        self.loss, self.placement, self.scale, self.differentiable = loss, loss.placement, scale, differentiable
         self.arguments = used_shapes(variables), batch, key  # what the program is traced for
         self.leaves, self.tree = jax.tree.flatten(as_variables(variables).params)  # all params
         self.has_grad = flags_of_all(self.leaves, needed)
@@ -154,6 +174,7 @@ class _ScaledLoss:
         def add(free: list[jax.Array], *others_and_sums: Any) -> Any:
             *others, before = others_and_sums
             used_otherwise = list[bool]()  # for each param, whether anything but such a scan reads it
+            adds = list[bool]()
 
             def value(free: list[jax.Array], sums: list[jax.Array], share: jax.Array) -> Any:
                 stacks: Any = None
@@ -166,6 +187,7 @@ class _ScaledLoss:
 
                 loss, aux = self.value(loss_fn, free, *others)
                 used_otherwise.extend(stacks.used_otherwise)
+                adds.append(stacks.adds)
                 return (loss, stacks.sums, stacks.share), aux
 
             # Of sums and of the share only the derivative is wanted, not the value: the sums until now go into the
@@ -176,7 +198,8 @@ class _ScaledLoss:
             share_cotangent = jnp.ones_like(share) if weight is None else weight.astype(share.dtype)
             grads, sums, _ = pullback((jnp.ones_like(loss), before, share_cotangent))
             each = zip(sums, grads, used_otherwise, strict=True)
-            return (loss, aux), [added(s, g, weight) if flag else s for s, g, flag in each]
+            sums = [added(s, g, weight) if flag else s for s, g, flag in each]
+            return (loss, aux), without_derivatives(sums, free, _NOT_IN_PLACE) if any(adds) else sums
 
         return add
 
@@ -240,7 +263,7 @@ class _ScaledLoss:
             aux=self.judged.aux,
             device_sums=self.pick(self.placement.grad_sums(plan)),
             by_weight=self.judged.separable.on_parts.by_weight,
-            adds_in_place=plan.adds_in_place and not self.loss.config.noise_scale,
+            adds_in_place=plan.adds_in_place and not (self.loss.config.noise_scale or self.differentiable),
             has_noise=self.loss.config.noise_scale,
         )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir, partial_eval
@@ -51,7 +50,7 @@ def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
 
     The copy is moved through `shard` to where it is kept, and through `unshard` to become `x` again.
     """
-    kept = checkpoint_name(reshard(lax.stop_gradient(x), forward=shard, backward=Chain()), name)
+    kept = checkpoint_name(reshard(x, forward=shard, backward=Chain()), name)
     return join_p.bind(x, kept, unshard=unshard)
 
 

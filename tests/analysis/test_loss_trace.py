@@ -1,5 +1,6 @@
 """What a trace of the loss tells: traffic over `model`, residuals and operations, counted by hand for known models."""
 
+import collections
 import dataclasses
 import functools
 
@@ -259,6 +260,32 @@ def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tie
     }
     formula = comms.estimate(state, mesh=mesh, config=config)
     assert formula.sent_bytes == 3 * k * (table * (1 if is_tied else 2) + mid)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data_0": 4, "data_1": 2}], ids=["1 axis", "2 axes"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_gradient_of_a_small_table_that_is_looked_up_moves_once_for_each_use(is_tied, mesh):
+    """It is gathered, as it is smaller than the rows; all-to-alls bring what devices have of its gradient to shards."""
+    num_bytes, head = 2 * 16 * WIDTH * 7 / 8, {} if is_tied else {"head": jnp.zeros((16, WIDTH))}
+
+    def loss(params, batch):
+        return jax.nn.logsumexp(params["embed"][batch] @ params["embed" if is_tied else "head"].T, axis=-1).mean()
+
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
+    config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=1)
+    init = lambda key: {"embed": jnp.zeros((16, WIDTH)), **head}  # noqa: E731
+    state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+    found = trace_loss(loss, state.params, jax.ShapeDtypeStruct((32, LENGTH), jnp.int32), mesh=mesh, config=config)
+    sent = collections.Counter()
+    for row in comms.estimate(state, mesh=mesh, config=config, traced=found).rows:
+        sent[row.kind, row.phase] += row.total_sent_bytes
+    assert sent == {
+        ("all-gather", "forward"): num_bytes * (1 if is_tied else 2),
+        ("reduce-scatter", "backward"): num_bytes,
+        ("all-to-all", "backward"): num_bytes,
+    }
+    uses = found.to_json()["uses"]["embed"]
+    assert uses["gathered_in"] == ["forward"] and uses["is_scattered"] == is_tied
 
 
 def test_a_leaf_of_the_model_s_state_is_gathered_alone_and_a_param_beside_its_gradient():

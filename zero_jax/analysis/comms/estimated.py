@@ -152,12 +152,14 @@ def estimate(
         phases = {"forward", *(["backward"] if any(needed) else ())}  # any: else there is no backward pass
         # Rows that are looked up go to their examples, and what a pass ends with is not gathered again.
         if uses := known.get(escaped(param.leaf.path)):
-            rows += [_of_move(move) for move in uses.rows if is_needed or move.phase == "forward"]
-            phases &= uses.gathered_in
-        rows += param.rows(has_grad=is_needed, gathered_in={*phases, *([] if is_same else ["update"])})
+            rows += [_of_move(move) for move in uses.moves if is_needed or move.phase == "forward"]
+            phases &= {*uses.gathered_in}
+        gathered_in = {*phases, *([] if is_same else ["update"])}
+        is_scattered = uses is None or uses.is_scattered
+        rows += param.rows(has_grad=is_needed, gathered_in=gathered_in, is_scattered=is_scattered)
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
-        uses = known.get(escaped(leaf.path)) or ParamUses({"forward"})
-        rows += [_of_move(move) for move in uses.rows]
+        uses = known.get(escaped(leaf.path)) or ParamUses(("forward",))
+        rows += [_of_move(move) for move in uses.moves]
         rows += _LeafTraffic(leaf, placement, config).model_state_rows(uses.gathered_in)
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
     rows += [_of_move(move) for dealing in dealings for move in dealing.moves(dealing.over)]
@@ -241,13 +243,12 @@ class _LeafTraffic:
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
         self.compute = precision.compute or stored_param
 
-    def rows(self, *, has_grad: bool, gathered_in: set[str]) -> Iterator[EstimateRow]:
-        """Yields all that moves of a param and its gradient; the param is gathered in some phases."""
+    def rows(self, *, has_grad: bool, gathered_in: set[str], is_scattered: bool) -> Iterator[EstimateRow]:
+        """Yields what moves of a param and its gradient; the param is gathered in some phases."""
         yield from self.layer_rows(has_grad=has_grad)
         yield from self.stage_rows(has_grad=has_grad)
         yield from (row for row in self.param_rows() if row.phase in gathered_in)
-        # A param of which rows alone move is gathered in no pass, and its gradient is made where it is stored.
-        if has_grad and gathered_in & {"forward", "backward"}:
+        if has_grad and is_scattered:
             yield from self.grad_rows()
 
     def param_rows(self) -> Iterator[EstimateRow]:

@@ -84,8 +84,9 @@ def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineR
 class ParamUses:
     """How a sharded param is used in a step."""
 
-    gathered_in: set[str] = dataclasses.field(default_factory=set)  # the phases, `forward` and `backward`
-    rows: list[Move] = dataclasses.field(default_factory=list)  # of rows that are looked up in it, not gathered
+    gathered_in: tuple[str, ...] = ()  # the phases, `forward` and `backward`
+    moves: tuple[Move, ...] = ()  # of rows that are looked up in it, not gathered, and of gradients of its copies
+    is_scattered: bool = False  # whether its gradient is reduce-scattered, and not only moved so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class LossTrace(Report):
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
-      uses: at stage 3 where params are gathered, and what moves of rows that are looked up in them, by `escaped` path.
+      uses: at stage 3 where params are gathered, and what else moves of them, by `escaped` path.
 
     Example:
       >>> trace = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
@@ -258,17 +259,30 @@ def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[st
         return {}
     with on_mesh(placement.mesh):
         jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
-    uses: dict[str, ParamUses] = {}
+    eqns: dict[str, list[tuple[Any, str, int]]] = {}
     for eqn, stack, times in _reshards(jaxpr, "", plan.num_microbatches):
-        path, chain = gathered_path(stack), eqn.params["forward"]
-        if path is None or not chain.shardings or SENT in stack:
-            continue
-        of_param = uses.setdefault(path, ParamUses())
+        path = gathered_path(stack)
+        if path is not None and eqn.params["forward"].shardings and SENT not in stack:
+            eqns.setdefault(path, []).append((eqn, _phase(stack), times))
+    num_axes = sum(placement.mesh.shape[axis] > 1 for axis in placement.axes.data)
+    return {path: _uses(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
+
+
+def _uses(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int) -> ParamUses:
+    """Returns how a param is used by the equations that move it, its rows and its gradients over some axes."""
+    phases, moves, num_gradients, num_of_copies = set[str](), list[Move](), 0, 0
+    for eqn, phase, times in eqns:
+        chain, back = eqn.params["forward"], eqn.params["backward"]
         if chain.barrier:  # a gather
-            of_param.gathered_in.add(_phase(stack))
-        else:
-            of_param.rows.extend(_steps(eqn, phase=_phase(stack), times=times))
-    return uses
+            phases.add(phase)
+            continue
+        moves += _steps(eqn, phase=phase, times=times)
+        num_gradients += back.barrier
+        # Rows go the same way back. A copy of each device's own is gathered, and its gradient moves axis by axis.
+        num_of_copies += not back.barrier and 0 < len(back.shardings) < len(chain.shardings)
+    is_scattered = bool(phases) and (num_of_copies == 0 or num_gradients * num_axes > num_of_copies)
+    gathered_in = tuple(phase for phase in ("forward", "backward") if phase in phases)
+    return ParamUses(gathered_in=gathered_in, moves=tuple(moves), is_scattered=is_scattered)
 
 
 def _steps(eqn: Any, *, phase: str, times: int) -> Iterator[Move]:

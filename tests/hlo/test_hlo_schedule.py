@@ -415,6 +415,26 @@ ENTRY %main (x: f32[4,64], y: f32[16,64], z: f32[32,64]) -> f32[4,64] {{
     assert work_of("k", body).bytes == (4 + 4) * row
 
 
+@pytest.mark.parametrize("moved", ["copy", "reshape", "transpose"])
+def test_a_fusion_writes_a_copy_whatever_the_shape_that_it_has_in_the_result(moved):
+    body = f"""%copied (a: f32[4,64], b: f32[64,4]) -> (f32[256], f32[64,4]) {{
+  %a = f32[4,64] parameter(0)
+  %b = f32[64,4] parameter(1)
+  %moved = f32[64,4] {moved}(%a)
+  %flat = f32[256] bitcast(%moved)
+  %same = f32[64,4] bitcast(%b)
+  ROOT %both = (f32[256], f32[64,4]) tuple(%flat, %same)
+}}
+
+ENTRY %main (x: f32[4,64], y: f32[64,4]) -> (f32[256], f32[64,4]) {{
+  %x = f32[4,64] parameter(0)
+  %y = f32[64,4] parameter(1)
+  ROOT %f = (f32[256], f32[64,4]) fusion(%x, %y), kind=kLoop, calls=%copied
+}}
+"""
+    assert work_of("f", body).bytes == 2 * 4 * 4 * 64
+
+
 def test_a_fusion_writes_its_result_in_its_own_dtype():
     body = """%narrow (a: bf16[8,64], b: bf16[1,64], i: s32[]) -> (bf16[8,64], bf16[8,64]) {
   %a = bf16[8,64] parameter(0)

@@ -138,10 +138,10 @@ def _written_bytes(program: Program, root: Instruction) -> int:
     """
     total = 0
     for output in program.operands(root) if root.opcode == "tuple" else [root]:
-        origin = output
+        origin, is_forwarded = output, True
         while origin.opcode in MOVES and (moved := program.operand(origin, 0)):
-            origin = moved
-        if _by_links(origin) or (origin.opcode == "parameter" and output.opcode in ("parameter", *FORWARDS)):
+            origin, is_forwarded = moved, is_forwarded and origin.opcode in FORWARDS
+        if _by_links(origin) or (origin.opcode == "parameter" and is_forwarded):
             continue
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(origin.opcode)
         if origin.opcode == "fusion" and (last := program.root(origin.first_called)):

@@ -435,6 +435,37 @@ ENTRY %main (x: f32[4,64], y: f32[64,4]) -> (f32[256], f32[64,4]) {{
     assert work_of("f", body).bytes == 2 * 4 * 4 * 64
 
 
+def test_what_a_fusion_within_a_fusion_hands_through_is_read_where_it_is_used_and_written_where_it_is_made():
+    """As XLA:TPU has the operands of its products: each is a fusion of a bitcast alone."""
+    body = """%shaped (s: f32[4,64]) -> f32[256] {
+  %s = f32[4,64] parameter(0)
+  ROOT %shape = f32[256] bitcast(%s)
+}
+
+%shaped.1 (s.1: f32[256]) -> f32[4,64] {
+  %s.1 = f32[256] parameter(0)
+  ROOT %shape.1 = f32[4,64] bitcast(%s.1)
+}
+
+%outer (a: f32[4,64], b: f32[4,64]) -> (f32[4,64], f32[256]) {
+  %a = f32[4,64] parameter(0)
+  %b = f32[4,64] parameter(1)
+  %flat = f32[256] fusion(%a), kind=kLoop, calls=%shaped
+  %neg = f32[256] negate(%flat)
+  %back = f32[4,64] fusion(%neg), kind=kLoop, calls=%shaped.1
+  %same = f32[256] fusion(%b), kind=kLoop, calls=%shaped
+  ROOT %both = (f32[4,64], f32[256]) tuple(%back, %same)
+}
+
+ENTRY %main (x: f32[4,64], y: f32[4,64]) -> (f32[4,64], f32[256]) {
+  %x = f32[4,64] parameter(0)
+  %y = f32[4,64] parameter(1)
+  ROOT %f = (f32[4,64], f32[256]) fusion(%x, %y), kind=kOutput, calls=%outer
+}
+"""
+    assert work_of("f", body).bytes == 2 * 4 * 4 * 64
+
+
 def test_a_fusion_writes_its_result_in_its_own_dtype():
     body = """%narrow (a: bf16[8,64], b: bf16[1,64], i: s32[]) -> (bf16[8,64], bf16[8,64]) {
   %a = bf16[8,64] parameter(0)

@@ -14,6 +14,7 @@ _FREE_CUSTOM_CALLS = (
     "GatherScatterIndicesBitpacked PrepareAsyncCallStart PrepareAsyncCallDone SliceId ZeroCrop"
 ).split()
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
+_HANDS_THROUGH = (*FORWARDS, "fusion")  # of what `_moved` has an operand of: nothing is read or written
 _DAY_CYCLES = 86_400 * 10**9  # a day at 1 GHz: more is no count of cycles
 
 
@@ -116,8 +117,8 @@ def _read_bytes(program: Program, value: Instruction, *, is_copied: bool = False
             continue
         if user.opcode == "tuple" and user.name == root:
             total += all_bytes if is_copied else 0
-        elif user.opcode in MOVES:  # by the share of it that is read: a convert has other bytes
-            read = _read_bytes(program, user, is_copied=is_copied or user.opcode not in FORWARDS)
+        elif _moved(program, user) == value:  # by the share of it that is read: a convert has other bytes
+            read = _read_bytes(program, user, is_copied=is_copied or user.opcode not in _HANDS_THROUGH)
             total += read * all_bytes // max(_bytes(user), 1)
         elif user.opcode == "fusion":  # of a product: what makes its operands, and what follows it
             places = zip(program.parameters(user.first_called), user.operands, strict=False)
@@ -139,8 +140,8 @@ def _written_bytes(program: Program, root: Instruction) -> int:
     total = 0
     for output in program.operands(root) if root.opcode == "tuple" else [root]:
         origin, is_forwarded = output, True
-        while origin.opcode in MOVES and (moved := program.operand(origin, 0)):
-            origin, is_forwarded = moved, is_forwarded and origin.opcode in FORWARDS
+        while moved := _moved(program, origin):
+            origin, is_forwarded = moved, is_forwarded and origin.opcode in _HANDS_THROUGH
         if _by_links(origin) or (origin.opcode == "parameter" and is_forwarded):
             continue
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(origin.opcode)
@@ -150,6 +151,19 @@ def _written_bytes(program: Program, root: Instruction) -> int:
             written = _bytes(origin if updates is None else program.operands(origin)[updates])
         total += written * _bytes(output) // max(_bytes(origin), 1)  # in the dtype that is written
     return total
+
+
+def _moved(program: Program, instruction: Instruction) -> Instruction | None:
+    """The operand whose elements are the result, in another dtype, shape or layout; None where the result is made.
+
+    A fusion within a fusion may only hand one through: XLA:TPU has operands of a product so.
+    """
+    if instruction.opcode != "fusion":
+        return program.operand(instruction, 0) if instruction.opcode in MOVES else None
+    origin = program.root(instruction.first_called)
+    while origin and origin.opcode in FORWARDS:
+        origin = program.operand(origin, 0)
+    return program.operand(instruction, int(origin.operands[0])) if origin and origin.opcode == "parameter" else None
 
 
 def _by_links(instruction: Instruction) -> bool:

@@ -159,6 +159,8 @@ def test_the_remat_option_places_residuals(capsys):
     [
         ([*SMALL, "--num-heads", "1", "--model-axis", "2"], "num_heads=1 does not split over the 2 devices"),
         ([*SMALL, "--model-axis", "3"], "does not divide the 4 devices"),
+        ([*SMALL, "--auto", "--model-axis", "3"], "does not divide the 4 devices"),
+        ([*SMALL, "--auto", "--replica", "3"], "does not divide the 4 devices"),
         ([*SMALL, "--param-specs", "planned:SPECS"], "is of a model of your own"),
         ([*OWN, "--param-specs", "planned:SPEC", "--model-axis", "2"], "did you mean 'SPECS'?"),
         ([*OWN[:1], "planned:SPECS", *OWN[2:]], "is of type dict: name a function"),

@@ -188,6 +188,9 @@ def test_words_of_other_systems_are_answered_with_an_option():
         ("train --hf_token abc", "`hf download` and `hf upload`"),
         ("train --num-workers 2", "did you mean --prefetch-batches?"),
         ("train --tensorboard true", "unknown argument 'true': --tensorboard takes no value."),
+        ("train --name true --tensorboard true", "unknown argument 'true': --tensorboard takes no value."),
+        ("train --name true --seed 1 true", "unknown argument 'true': `zero-jax train --help` lists"),
+        ("plan --loss-scale 1024", "in Python zero.Precision(loss_scale=...)"),
         ("train --tensorboard --lr 1", "unknown argument '--lr': did you mean --learning-rate?"),
         ("export runs/a --output b", "unknown argument '--output': did you mean --out?"),  # before what is missing
     ],

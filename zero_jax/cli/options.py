@@ -78,12 +78,12 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return
         word, options = unknown[0].split("=")[0], self._option_string_actions
-        before = words[max(0, words.index(unknown[0]) - 1)]
         hint = missing_here(word) or did_you_mean(word, options, "did you mean {}? ")
         if any(word in getattr(action, "instead_of", ()) for action in self._actions):
             hint = f"a run, or a folder of the hub, goes as PATH: leave out {word}. "
-        elif not word.startswith("-") and before in options:  # a switch: others take the word as their value
-            hint = f"{before} takes no value. "
+        for before, after in itertools.pairwise(words):
+            if after == unknown[0] and not after.startswith("-") and before in options and options[before].nargs == 0:
+                hint = f"{before} takes no value. "
         self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

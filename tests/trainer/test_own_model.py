@@ -291,10 +291,12 @@ def test_a_state_that_is_not_finite_is_not_saved_by_an_error_either(config, tmp_
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_00000003"]
 
 
-def test_a_resumed_run_with_fewer_batches_than_it_has_read_is_refused_and_keeps_its_state(config):
+def test_a_resumed_run_with_fewer_batches_than_it_has_read_is_refused_and_keeps_its_state_and_config(config):
     train(dataclasses.replace(config, steps=3), map(batch_of, range(3)))
+    written = (pathlib.Path(config.out) / "run/config.json").read_text()
     with pytest.raises(ResumeError, match="no more batches after 2, and the run has read 3: give those of before, or"):
         train(config, map(batch_of, range(2)))
+    assert (pathlib.Path(config.out) / "run/config.json").read_text() == written
     assert train(config, map(batch_of, range(6)))[0].status == "done"
 
 

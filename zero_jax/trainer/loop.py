@@ -141,7 +141,6 @@ class _Training:
         self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
         self.state, self.step, self.waiting = start.state, start.step, None
         self.first_step, self.is_evaluated = start.step, start.is_evaluated
-        save_configs()
         self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         stack.callback(self.console.close)
         self.log = self.console.line  # which shows lines above the bar
@@ -150,6 +149,7 @@ class _Training:
         self.sample = None if run.input.sampler is None else run.input.sampler.on(mesh)
         self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
         self.batches: Any = stack.enter_context(self._open_batches(start))
+        save_configs()
         self.together, self.position = Together("batches"), self.batches.position
         self.validation = None
         if run.input.validation is not None:

@@ -260,8 +260,8 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     # What the command line or the file sets is not searched over.
     fixed = explicit(options) | from_file(options)
     # Sizes of axes that do not divide the devices are refused here, where the message has them.
-    fixed_sizes = {"replica": request.config.replica, "model": request.config.model_axis}
-    num_devices = make_mesh(topology=request.config.topology, **fixed_sizes).size
+    replica, size = request.config.replica, request.config.model_axis
+    num_devices = make_mesh(topology=request.config.topology, replica=replica, model=size).size
     batch_size, sizes_to_try = request.config.batch_size, None
     if batch_size is None:
         batch_size, sizes_to_try = num_devices, [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]

@@ -254,17 +254,27 @@ def test_gradients_of_few_rows_are_reduce_scattered_on_chips_of_two_devices(over
         ("v5p:4x4x4", (("data_0", "data_1"), ("data_2",)), (4096, 50304)),
         ("v6e:2x4", (("data",), ()), (1024, 151936)),
         pytest.param("v5e:2x4", ((), ("data",)), (201088, 256), marks=pytest.mark.slow),
+        ("v5e:2x4", ((), ("data",)), (128256, 1024)),
+        pytest.param("v5e:4x8", (("data",), ()), (1024, 128256), marks=pytest.mark.slow),
+        pytest.param("v4:2x2x2", ((), ("data",)), (65024, 1024), marks=pytest.mark.slow),
+        pytest.param("v4:2x2x4", ((), ("data",)), (128256, 1024), marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_of_a_head_is_reduce_scattered(topology, dims, shape):
-    """XLA:TPU has no reduce-scatter of rows of 50,304 lanes over three dims, nor of 151,936, 128 times a prime."""
+    """XLA:TPU has no reduce-scatter of rows of 50,304 lanes over three dims, nor of 151,936, 128 times a prime.
+
+    On v4 and v5e, without SparseCores for it, it has none of 128,256, 1,002 tiles of 128 lanes, either.
+    """
     pytest.importorskip("libtpu")
     mesh, data = zero.make_mesh(topology=topology), tuple(axis for dim in dims for axis in dim)
     x, y = (jax.ShapeDtypeStruct((16 * mesh.size, n), jnp.bfloat16, sharding=zero.batch_sharding(mesh)) for n in shape)
     chain = scattering(mesh, dims, data, shape=shape)
-    program = jax.jit(lambda x, y: reshard(x.T @ y, forward=chain, backward=Chain())).lower(x, y).compile()
-    found = hlo.collectives(program.as_text())
+    options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}  # as a step's: no product in windows
+    grads = jax.jit(lambda x, y: reshard(x.T @ y, forward=chain, backward=Chain()), compiler_options=options)
+    found = hlo.collectives(grads.lower(x, y).compile().as_text())
     assert {c.kind for c in found} <= {"reduce-scatter", "collective-permute", "all-to-all"}
     ideal = 2 * math.prod(shape) * (1 - 1 / mesh.size)
     moved = ideal / mesh.size if "all-to-all" in {c.kind for c in found} else 0
-    assert sum(c.total_sent_bytes for c in found) == pytest.approx(ideal + moved, rel=1e-2)
+    sent = sum(c.total_sent_bytes for c in found)
+    # The ends of shards that are no whole tiles are padded, or permuted.
+    assert 0.99 * (ideal + moved) <= sent <= (1.04 if shape[0] % 1024 or shape[1] % 1024 else 1.01) * (ideal + moved)

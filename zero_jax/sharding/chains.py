@@ -34,6 +34,7 @@ from zero_jax.sharding.spec import (
     STAGED_FROM_NUM_CHIPS,
     Dims,
     carries,
+    device_kind,
     gather_steps,
     goes_at_once,
     named,
@@ -146,8 +147,10 @@ mlir.register_lowering(scattered_p, lambda _, x, **__: [x])
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
 # TPU7x reduce-scatters to shards of at least so many rows at once; else it is an all-reduce.
 _ROWS_AT_ONCE = 8
-# Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many.
+# Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many: at most as long as that, or, where
+# no SparseCores reduce-scatter, of so few tiles (what was seen to be native, docs/gather_on_use.md).
 _TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
+_TILES_OF_PIECE = {"TPU v4": 126, "TPU v5 lite": 131}
 
 
 def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[int] = (), dtype: Any = None) -> Chain:
@@ -168,7 +171,7 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
     num_rows, num_lanes = shape[-2:] if before and shape else (0, 0)  # as they are moved: rows, and lanes of each
     num_rows, num_lanes = (num_lanes, num_rows) if swapped else (num_rows, num_lanes)
     if before and shape and places_of(mesh) is not None and not order[-1] and {*order[-2]} == {*axes}:
-        if _is_all_reduced(num_lanes) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
+        if _is_all_reduced(num_lanes, mesh) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
             # The other way round, so that lanes are the rows that are scattered; the last step is the all-to-all.
             steps = scatter_shardings(mesh, order, axes, num_rows)
             return Chain((*steps, named(mesh, (*order[:-2], (), order[-2]))), dtype=dtype, swapped=not swapped)
@@ -176,10 +179,15 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
     return Chain(scatter_shardings(mesh, order, axes, num_rows), dtype=dtype, swapped=swapped)
 
 
-def _is_all_reduced(num_lanes: int) -> bool:
+def _is_all_reduced(num_lanes: int, mesh: Mesh) -> bool:
     """Tells whether XLA:TPU all-reduces rows for their shards, as it cannot cut them into few equal pieces."""
     tiles, rest = divmod(num_lanes, _TILE_LANES)
-    return not rest and tiles > _MOST_TILES and all(tiles % n for n in range(2, _MOST_PIECES + 1))
+    pieces = [tiles // n for n in range(2, _MOST_PIECES + 1) if tiles % n == 0]
+    return (
+        not rest
+        and tiles > _MOST_TILES
+        and min(pieces, default=math.inf) > _TILES_OF_PIECE.get(device_kind(mesh), tiles)
+    )
 
 
 def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:

@@ -138,16 +138,17 @@ def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
 
 def goes_at_once(mesh: Mesh | None) -> bool:
     """Returns whether XLA:TPU has collectives over all axes of a mesh at once: it has several devices of one TPU7x."""
-    places = places_of(mesh) if mesh is not None and _kind(mesh) in _WHOLE_KINDS else None
+    places = places_of(mesh) if mesh is not None and device_kind(mesh) in _WHOLE_KINDS else None
     return places is not None and bool(np.ptp(places[:, 3]))
 
 
 def _is_planar(mesh: Mesh) -> bool:
     """Returns whether XLA:TPU has collectives over both dims of a 2-D torus for the devices of a mesh."""
-    return _kind(mesh) in _PLANAR_KINDS
+    return device_kind(mesh) in _PLANAR_KINDS
 
 
-def _kind(mesh: Mesh) -> str:
+def device_kind(mesh: Mesh) -> str:
+    """Returns what JAX calls the devices of a mesh, as `TPU v5 lite`; empty where they have no such name."""
     return getattr(next(mesh.devices.flat, None), "device_kind", "")
 
 

@@ -1323,10 +1323,25 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
 def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
     loss_fn, fields = functools.partial(with_attention, num_kinds=4), {"num_microbatches": 4}
     arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
-    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*attention='own' makes"):
+    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*with attention='own' windows"):
         lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
     report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
     assert [x.num_layers for x in report.loops] == [LAYERS]
+
+
+def test_too_few_layers_are_refused_without_a_word_of_kernels_that_are_not_asked_for():
+    few = jax.tree.map(lambda x: x[:2], (params := init_params())["layers"])
+    arguments, mesh = (params | {"layers": few}, make_batches(1)[0]), zero.make_mesh(pipe=4)
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for i in range(2):
+            x = x + jnp.tanh(x @ params["layers"]["w"][i])
+        return jnp.square(x @ params["head"]).mean()
+
+    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(num_microbatches=4))
+    assert "choose pipe=2 or less" in report.why_none
+    assert "attention='own'" not in report.why_none
 
 
 @pytest.mark.slow

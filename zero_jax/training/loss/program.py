@@ -158,6 +158,7 @@ class StepLoss:
             recompute=resolve_remat(config.remat).policy != "none",
             schedule=resolve_schedule(config.pipeline),
             reduce_dtype=placement.precision.reduce,
+            fuses_attention=config.attention != "own",
         )
 
     def staged(self, program: LossProgram, axes: Axes, moved: MovedGrads | None = None) -> LossProgram:

@@ -705,12 +705,12 @@ def with_windows(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
-def with_attention(params, batch, *, num_kinds=2):
-    """A Python loop over layers whose causal attention is in segments, and of all but one in turn in a window."""
+def with_attention(params, batch, *, windows=(None, 2)):
+    """A Python loop over layers whose causal attention is in segments, and in windows by turns; None is no window."""
     x, places, ids = params["embed"][batch["tokens"]], jnp.arange(LENGTH), batch["tokens"] % 2
     same = ids[:, :, None] == ids[:, None, :]
     for i in range(LAYERS):
-        is_near = places[:, None] - places < (2 if i % num_kinds else LENGTH)
+        is_near = places[:, None] - places < (windows[i % len(windows)] or LENGTH)
         heads = (x @ params["layers"]["w"][i]).reshape(*x.shape[:2], 2, FEATURES // 2)
         mask = (is_near & (places[:, None] >= places) & same)[:, None]
         scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", heads, heads), -1e9)
@@ -1321,12 +1321,23 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
 
 
 def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
-    loss_fn, fields = functools.partial(with_attention, num_kinds=4), {"num_microbatches": 4}
+    loss_fn, fields = functools.partial(with_attention, windows=(None, 2, 2, 2)), {"num_microbatches": 4}
     arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
     with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*with attention='own' windows"):
         lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
     report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
     assert [x.num_layers for x in report.loops] == [LAYERS]
+
+
+def test_layers_whose_fused_attention_differs_are_refused_with_what_makes_masks_of_windows(monkeypatch):
+    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
+    monkeypatch.setattr(function, "_FEW", 1)
+    loss_fn = functools.partial(with_attention, windows=(None, 1, 2, 3, 2, 1, 3, 2))
+    arguments, mesh, how = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=2), {"num_microbatches": 4}
+    configs = [make_config(attention=attention, **how) for attention in ("fused", "own")]
+    reports = [zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=config) for config in configs]
+    assert re.search("zero_attention .* attention='own', with which windows are masks", reports[0].why_none)
+    assert [x.num_layers for x in reports[1].loops] == [LAYERS]
 
 
 def test_too_few_layers_are_refused_without_a_word_of_kernels_that_are_not_asked_for():

@@ -95,7 +95,8 @@ def _hessian_products(forward):
 
 
 def _scanned(params, batch):
-    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["stack"])[0]
+    x = batch["x"] * params.get("scale", 1)
+    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["stack"])[0]
     return jnp.square(x - batch["y"][:, None]).mean()
 
 
@@ -115,16 +116,51 @@ def test_an_optimizer_takes_second_derivatives(forward):
 
 @pytest.mark.parametrize("derive", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]])
 @pytest.mark.parametrize("axes", [{}, {"pipe": 2}])
-def test_a_derivative_through_a_step_is_refused(derive, axes):
+@pytest.mark.parametrize("argument", ["params", "batch"])
+def test_a_derivative_through_a_step_is_refused(derive, axes, argument):
     """It would be wrong: what a loop adds to sums has no derivatives of its own."""
     tx, mesh = optax.sgd(0.1), zero.make_mesh(**axes, devices=jax.devices()[: 4 if axes else 2])
     config = zero.ZeroConfig(stage=1, num_microbatches=2)
-    state = zero.init_state({"stack": init(None)["made"]}, tx, jax.random.key(0), mesh=mesh, config=config)
-    step = zero.make_train_step(_scanned, tx, mesh=mesh, config=config)
+    params = {"stack": init(None)["made"], "scale": jnp.ones(WIDTH)}  # a layer's input is made of a param, too
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
+    step, batch = zero.make_train_step(_scanned, tx, mesh=mesh, config=config), make_batch(weighted=False)
 
-    def after(params):
-        new, _ = step(dataclasses.replace(state, params=params), make_batch(weighted=False))
+    def after(params, x):
+        new, _ = step(dataclasses.replace(state, params=params), batch | {"x": x})
         return new.params["stack"].sum()
 
     with pytest.raises(ValueError, match="without `pipe`" if axes else "set num_microbatches=1 or stage=2"):
-        derive(after)(state.params)
+        if argument == "params":
+            derive(lambda params: after(params, batch["x"]))(state.params)
+        else:
+            derive(lambda x: after(state.params, x))(batch["x"])
+
+
+def _perturbed(grads, params, grad_fn):
+    """Updates by the gradients at params nearby, as SAM has them."""
+    return jax.tree.map(lambda g: -0.1 * g, grad_fn(jax.tree.map(lambda p, g: p + 0.1 * g, params, grads)))
+
+
+@pytest.mark.parametrize("argument", ["params", "batch"])
+def test_a_derivative_through_an_optimizer_that_calls_for_gradients(argument):
+    tx = optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(),
+        lambda grads, state, params=None, *, grad_fn, **_: (_perturbed(grads, params, grad_fn), state),
+    )
+    with jax.enable_x64(True):
+        params, batch, mesh = {"stack": init(None)["made"]}, make_batch(weighted=False), zero.make_mesh()
+        state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=(config := zero.ZeroConfig(stage=1)))
+        step = zero.make_train_step(_scanned, tx, mesh=mesh, config=config)
+
+        def after(params, x):
+            new, _ = step(dataclasses.replace(state, params=params), batch | {"x": x})
+            return jnp.sin(new.params["stack"]).sum()
+
+        def plain(params, x):
+            grad_fn = jax.grad(lambda params: _scanned(params, batch | {"x": x}))
+            return jnp.sin(optax.apply_updates(params, _perturbed(grad_fn(params), params, grad_fn))["stack"]).sum()
+
+        number = ["params", "batch"].index(argument)
+        found = jax.grad(after, number)(state.params, batch["x"])
+        expected = jax.grad(plain, number)(params, batch["x"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)

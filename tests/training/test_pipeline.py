@@ -576,16 +576,31 @@ def test_of_several_chains_1f1b_has_the_longest():
     assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, **fields)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_chains_that_read_nothing_of_one_another_wait_on_simulated_devices(pipeline):
+def two_chains(params, batch, *, kind):
+    """Two chains of which the second has no derivatives by the first: it reads nothing of it, or not to learn it."""
+    layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+    x = params["embed"][batch["tokens"]]
+    first = jax.lax.scan(layer, x, params["layers"])[0]
+    labels = jax.lax.stop_gradient(first).argmax(-1) % VOCAB
+    behind = jax.lax.stop_gradient(first) if kind == "stopped" else x[:, ::-1]
+    second = jax.lax.scan(layer, behind, params["layers"])[0]
+    if kind == "labels":
+        return -jnp.take_along_axis(jax.nn.log_softmax(second @ params["head"]), labels[..., None], -1).mean()
+    ends = jnp.square(first) @ params["head"], jnp.square(second) @ params["head"]
+    return ends[0].mean() + jnp.square(ends[1]).mean() if kind == "added" else (ends[0] - ends[1]).mean()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kind"),
+    [
+        ("gpipe", "apart"),
+        *(pytest.param("gpipe", kind, marks=pytest.mark.slow) for kind in ("stopped", "labels")),
+        *(pytest.param("1f1b", kind, marks=pytest.mark.slow) for kind in ("apart", "added", "stopped", "labels")),
+    ],
+)
+def test_chains_that_derive_nothing_of_one_another_wait_on_simulated_devices(pipeline, kind):
     """Of any two loops whose stages send, one depends on the other, in both passes."""
-
-    def loss_fn(params, batch):
-        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
-        x = params["embed"][batch["tokens"]]
-        ends = [jnp.square(jax.lax.scan(layer, each, params["layers"])[0]) for each in (x, x[:, ::-1])]
-        return (ends[0] @ params["head"] - ends[1] @ params["head"]).mean()
-
+    loss_fn = functools.partial(two_chains, kind=kind)
     fields = {"mesh": zero.make_mesh(pipe=2), "stage": 1, "num_microbatches": 4, "pipeline": pipeline}
     program = hlo.parse(lowered(loss_fn, **fields).compile())
     senders = {x.computation for x in program.instructions() if x.opcode == "collective-permute"}
@@ -598,7 +613,7 @@ def test_chains_that_read_nothing_of_one_another_wait_on_simulated_devices(pipel
         while new:
             new = [x for each in new for x in program.operands(each) if x not in before[loop]]
             before[loop].update(new)
-    assert len(loops) > 3
+    assert len(loops) > 2
     assert all(a in before[b] or b in before[a] for a, b in itertools.combinations(loops, 2))
     assert_step_of_one_device(loss_fn, init_params(), make_batches(1)[0], **fields)
 
@@ -690,12 +705,12 @@ def with_windows(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
-def with_attention(params, batch, *, num_kinds=2):
-    """A Python loop over layers whose causal attention is in segments, and of all but one in turn in a window."""
+def with_attention(params, batch, *, windows=(None, 2)):
+    """A Python loop over layers whose causal attention is in segments, and in windows by turns; None is no window."""
     x, places, ids = params["embed"][batch["tokens"]], jnp.arange(LENGTH), batch["tokens"] % 2
     same = ids[:, :, None] == ids[:, None, :]
     for i in range(LAYERS):
-        is_near = places[:, None] - places < (2 if i % num_kinds else LENGTH)
+        is_near = places[:, None] - places < (windows[i % len(windows)] or LENGTH)
         heads = (x @ params["layers"]["w"][i]).reshape(*x.shape[:2], 2, FEATURES // 2)
         mask = (is_near & (places[:, None] >= places) & same)[:, None]
         scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", heads, heads), -1e9)
@@ -1306,12 +1321,38 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
 
 
 def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
-    loss_fn, fields = functools.partial(with_attention, num_kinds=4), {"num_microbatches": 4}
+    loss_fn, fields = functools.partial(with_attention, windows=(None, 2, 2, 2)), {"num_microbatches": 4}
     arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
-    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*attention='own' makes"):
+    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*with attention='own' windows"):
         lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
     report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
     assert [x.num_layers for x in report.loops] == [LAYERS]
+
+
+def test_layers_whose_fused_attention_differs_are_refused_with_what_makes_masks_of_windows(monkeypatch):
+    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
+    monkeypatch.setattr(function, "_FEW", 1)
+    loss_fn = functools.partial(with_attention, windows=(None, 1, 2, 3, 2, 1, 3, 2))
+    arguments, mesh, how = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=2), {"num_microbatches": 4}
+    configs = [make_config(attention=attention, **how) for attention in ("fused", "own")]
+    reports = [zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=config) for config in configs]
+    assert re.search("zero_attention .* attention='own', with which windows are masks", reports[0].why_none)
+    assert [x.num_layers for x in reports[1].loops] == [LAYERS]
+
+
+def test_too_few_layers_are_refused_without_a_word_of_kernels_that_are_not_asked_for():
+    few = jax.tree.map(lambda x: x[:2], (params := init_params())["layers"])
+    arguments, mesh = (params | {"layers": few}, make_batches(1)[0]), zero.make_mesh(pipe=4)
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for i in range(2):
+            x = x + jnp.tanh(x @ params["layers"]["w"][i])
+        return jnp.square(x @ params["head"]).mean()
+
+    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(num_microbatches=4))
+    assert "choose pipe=2 or less" in report.why_none
+    assert "attention='own'" not in report.why_none
 
 
 @pytest.mark.slow

@@ -187,42 +187,45 @@ class _Program:
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
         """
-        placement, (_, batch, key) = step_loss.placement, arguments
+        placement, (_, *rest) = step_loss.placement, arguments
 
-        def evaluate(trained: PyTree, needed: list[bool], differentiable: bool = False) -> tuple[jax.Array, PyTree]:
+        def evaluate(trained: PyTree, given: Any, needed: list[bool], **options: bool) -> tuple[jax.Array, PyTree]:
+            state, batch, key = given
             masters = merge(state.masters, trained)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            arguments, scale = (variables, batch, key), state.loss_scale
-            computed = loss_and_grads(
-                step_loss, arguments, needed=needed, loss_scale=scale, differentiable=differentiable
-            )
+            inputs, scale = (variables, batch, key), state.loss_scale
+            computed = loss_and_grads(step_loss, inputs, needed=needed, loss_scale=scale, **options)
             grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)
             return computed.loss.astype(value_dtype(trained)), grads
 
-        # Those of the step have no derivatives where they are added in place.
+        # Those of the step have no derivatives where they are added in place. What is given besides is an argument, of
+        # which a derivative through the step may be, too: JAX takes no derivatives of what a `custom_jvp` closes over.
         @jax.custom_jvp
-        def with_grads(trained: PyTree) -> tuple[jax.Array, PyTree]:
-            return evaluate(trained, needed)
+        def with_grads(trained: PyTree, given: Any) -> tuple[jax.Array, PyTree]:
+            return evaluate(trained, given, needed)
 
         @with_grads.defjvp
         def _(primals: Any, tangents: Any) -> Any:
-            return jax.jvp(lambda trained: evaluate(trained, needed, differentiable=True), primals, tangents)
+            differentiable = lambda *inputs: evaluate(*inputs, needed=needed, differentiable=True)  # noqa: E731
+            return jax.jvp(differentiable, primals, tangents)
+
+        given = (state, *rest)
 
         @jax.custom_jvp
         def loss_fn(trained: PyTree) -> jax.Array:
-            return evaluate(trained, [False] * len(needed))[0]
+            return evaluate(trained, given, [False] * len(needed))[0]
 
         # The step's gradients, not those of its loss: they are accumulated over microbatches and scaled.
         @loss_fn.defjvp
         def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-            loss, grads = with_grads(primals[0])
+            loss, grads = with_grads(primals[0], given)
             # JAX's gradient of a real loss by a complex param is such that the loss changes by Re(sum(g * t)).
             slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(loss.dtype), grads, tangents[0])
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
-        return {"loss_fn": loss_fn, "grad_fn": lambda trained: with_grads(trained)[1]}
+        return {"loss_fn": loss_fn, "grad_fn": lambda trained: with_grads(trained, given)[1]}
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""

@@ -120,18 +120,19 @@ def _add_backward(
 added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _add_backward)
 
 
-def without_derivatives(grads: Any, params: Any, why: str) -> Any:
-    """Returns gradients by params that loops added in place, which raise `ValueError` if they are differentiated.
+def without_derivatives(values: Any, inputs: Any, why: str) -> Any:
+    """Returns values as they are; raises `ValueError` where these, or inputs beside them, are differentiated.
 
-    Their derivatives would be wrong: stacks are constants to the loops that add the gradients of their slices.
+    It stands before gradients are added in place. Their derivatives would be wrong: stacks are constants to the loops
+    that add the gradients of their slices. Where they are not, JAX refuses them in words of its own.
     """
-    identity = jax.custom_jvp(lambda grads, params: grads)
+    identity = jax.custom_jvp(lambda values, inputs: values)
 
     @identity.defjvp
     def _(*_: Any) -> Any:
         raise ValueError(why)
 
-    return identity(grads, params)
+    return identity(values, inputs)
 
 
 class SummedStacks:

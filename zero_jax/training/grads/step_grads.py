@@ -70,6 +70,9 @@ def loss_and_grads(
     """
     scale = 1 if loss_scale is None else loss_scale.scale
     scaled = _ScaledLoss(loss, arguments, needed, scale, differentiable)
+    if loss.placement.num_stages > 1:
+        why = f"{_TAKEN}, which a pipeline does not have: take a mesh without `pipe`"
+        scaled.inputs = without_derivatives(scaled.inputs, None, why)
     # Kept without the loss scale, which changes between steps, and added to gradients that have it.
     own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
     if scaled.judged is None:
@@ -85,9 +88,6 @@ def loss_and_grads(
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
     grads = scaled.full(grads) if plan.sums_to_masters else loss.placement.to_update(scaled.full(grads))
-    if loss.placement.num_stages > 1:
-        why = f"{_TAKEN}, which a pipeline does not have: take a mesh without `pipe`"
-        grads = without_derivatives(grads, scaled.inputs.params, why)
     return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, grads, parts, errors)
 
 
@@ -195,11 +195,12 @@ class _ScaledLoss:
             zeros = [jnp.zeros_like(x) for x in before], jnp.zeros((), float)
             (loss, _, share), pullback, aux = jax.vjp(value, free, *zeros, has_aux=True)
             weight = aux[-1] if by_weight else None
+            if any(adds):
+                before = without_derivatives(before, (free, others), _NOT_IN_PLACE)
             share_cotangent = jnp.ones_like(share) if weight is None else weight.astype(share.dtype)
             grads, sums, _ = pullback((jnp.ones_like(loss), before, share_cotangent))
             each = zip(sums, grads, used_otherwise, strict=True)
-            sums = [added(s, g, weight) if flag else s for s, g, flag in each]
-            return (loss, aux), without_derivatives(sums, free, _NOT_IN_PLACE) if any(adds) else sums
+            return (loss, aux), [added(s, g, weight) if flag else s for s, g, flag in each]
 
         return add
 

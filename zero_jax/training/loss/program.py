@@ -112,8 +112,8 @@ class StepLoss:
     def fused(self) -> LossProgram:
         """The program, with its attention by fused kernels if the config asks for them.
 
-        Layers that will be stages are those of a scan in it. They are fused before: which mask a layer of a scan reads
-        is not known.
+        Layers that will be stages are those of a scan in it. Attention is fused first: once layers of a Python loop are
+        a scan, their masks are data, of which no kernel is known.
         """
         placement, attention = self.placement, self.config.attention
         program = fuse_attention(self.unfused, attention, mesh=placement.mesh, axes=placement.axes)
@@ -158,6 +158,7 @@ class StepLoss:
             recompute=resolve_remat(config.remat).policy != "none",
             schedule=resolve_schedule(config.pipeline),
             reduce_dtype=placement.precision.reduce,
+            fuses_attention=config.attention != "own",
         )
 
     def staged(self, program: LossProgram, axes: Axes, moved: MovedGrads | None = None) -> LossProgram:

@@ -75,6 +75,7 @@ class Stages:
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
       schedule: in which order: as of `resolve_schedule`.
       reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
+      fuses_attention: whether attention was fused before.
     """
 
     place: StagePlace
@@ -83,6 +84,7 @@ class Stages:
     recompute: bool = True
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     reduce_dtype: Any = None
+    fuses_attention: bool = False
 
     def __post_init__(self) -> None:
         # Microbatches enter and leave the stages in turn (`ring.py`), but for those of 1F1B with one group.
@@ -318,7 +320,7 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
     return eqn
 
 
-def _check_scan(scan: Any, stages: Stages, is_rolled: bool) -> None:
+def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
@@ -327,8 +329,9 @@ def _check_scan(scan: Any, stages: Stages, is_rolled: bool) -> None:
         groups = f" of {num_groups} groups" if num_groups > 1 else ""
         most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
-        # What `rolled` finds equal may be several of the model's layers.
-        works += "; layers in turn that differ are one, and attention='own' makes masks of fused windows" * is_rolled
+        if is_rolled and stages.fuses_attention:  # what `rolled` finds equal may be several layers of the model
+            works += "; layers in turn whose fused attention differs, as by a window, count as one: with "
+            works += "attention='own' windows are masks, and each layer counts"
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 

@@ -2,7 +2,8 @@
 
 Its threads start two such loops together, and permutes of both meet in one rendezvous (docs/xla_faults.md). XLA:CPU
 drops an `optimization_barrier` before it says what waits for what. So the second loop gets operands that are chosen by
-a value of the first one; in the backward pass the first one gets cotangents that are chosen by one of the second.
+a value of the first one; in the backward pass the first one gets cotangents that are chosen by one of the second, or by
+a result of it where that has made its gradients already.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from zero_jax.core.tree import is_key
@@ -21,20 +23,25 @@ from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate, trace_flat, values_of
 from zero_jax.transforms.pipeline.cut import pipeline_p
+from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
 
 
 def in_turn(closed: Any, num_params: int) -> Any:
-    """Returns a jaxpr in which each chain of stages waits for the one before it; itself if each reads of that."""
+    """Returns a jaxpr in which each chain of stages waits for the one before it; itself if each derives from that."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     chains = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is pipeline_p]
-    of_batch, waits = made_of(jaxpr.invars[num_params:], jaxpr.eqns), dict[int, tuple[list[Any], list[Any]]]()
+    of_batch, waits = made_of(jaxpr.invars[num_params:], jaxpr.eqns), dict[int, tuple[Any, list[Any], list[Any]]]()
     for before, index in itertools.pairwise(chains):
-        eqn, made = jaxpr.eqns[index], made_of(jaxpr.eqns[before].outvars, jaxpr.eqns[:index])
-        if made.isdisjoint(reads := jaxprs.variables(eqn)):
+        eqn, results, between = jaxpr.eqns[index], jaxpr.eqns[before].outvars, jaxpr.eqns[:index]
+        # Behind a `stop_gradient` the second is after the first, but its backward pass is not before that of the first
+        derived = made_of(results, [x for x in between if x.primitive.name != "stop_gradient"])
+        if derived.isdisjoint(reads := jaxprs.variables(eqn)):
+            own = [x for x in dict.fromkeys(reads) if x in of_batch and not is_key(x.aval)]
             later = [x for each in jaxpr.eqns[index:] for x in jaxprs.variables(each)]
             later += [x for x in jaxpr.outvars if not jaxprs.is_literal(x)]
-            own = [x for x in dict.fromkeys(reads) if x in of_batch and not is_key(x.aval)]
-            waits[id(eqn)] = own, [x for x in dict.fromkeys(later) if x in made and is_float(x.aval)]
+            made = made_of(results, between).difference(own)
+            result = next((x for x in results if is_float(x.aval)), results[0])
+            waits[id(eqn)] = result, own, [x for x in dict.fromkeys(later) if x in made and is_float(x.aval)]
     if not waits:
         return closed
 
@@ -42,11 +49,16 @@ def in_turn(closed: Any, num_params: int) -> Any:
         env: dict[Any, Any] = {}
 
         def equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
-            if id(eqn) in waits:
-                tied = _ordered(*([env[x] for x in each] for each in waits[id(eqn)]))
-                env.update(zip(itertools.chain(*waits[id(eqn)]), itertools.chain(*tied), strict=True))
-                values = values_of(eqn.invars, env)
-            return jaxprs.bind(eqn, values)
+            if id(eqn) not in waits:
+                return jaxprs.bind(eqn, values)
+            result, own, first = waits[id(eqn)]
+            # A first chain that has no gradient gets none by this.
+            tied = _ordered([env[x] for x in own], [env[x] for x in first], lax.stop_gradient(env[result]))
+            env.update(zip(itertools.chain(own, first), itertools.chain(*tied), strict=True))
+            results = jaxprs.bind(eqn, values_of(eqn.invars, env))
+            if isinstance(eqn.params["loop"], MicrobatchProgram):  # it makes gradients with its results
+                env.update(zip(first, _until([env[x] for x in first], results[0]), strict=True))
+            return results
 
         return evaluate(jaxpr, consts, leaves, equation, env)
 
@@ -54,21 +66,38 @@ def in_turn(closed: Any, num_params: int) -> Any:
 
 
 @jax.custom_vjp
-def _ordered(second: list[Any], first: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns arrays as they are: `second` after `first`, and the cotangents of `first` after those of `second`."""
-    return _after(second, first), first
+def _ordered(second: list[Any], first: list[Any], result: Any) -> tuple[list[Any], list[Any]]:
+    """Returns arrays as they are: `second` after a result, and the cotangents of `first` after those of `second`."""
+    return _after(second, [result]), first
 
 
-def _forward(second: list[CustomVJPPrimal], first: list[CustomVJPPrimal]) -> tuple[Any, None]:
-    return _ordered(*([x.value for x in each] for each in (second, first))), None
+def _forward(second: list[CustomVJPPrimal], first: list[CustomVJPPrimal], result: CustomVJPPrimal) -> Any:
+    return _ordered(*([x.value for x in each] for each in (second, first)), result.value), None
 
 
-def _backward(_: None, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-    second, first = ([None if isinstance(x, SymbolicZero) else x for x in each] for each in cotangents)
-    return second, _after(first, [x for x in second if x is not None])
+def _backward(_: None, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], None]:
+    second, first = (_without_zeros(each) for each in cotangents)
+    return second, _after(first, [x for x in second if x is not None]), None
 
 
 _ordered.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _until(arrays: list[Any], result: Any) -> list[Any]:
+    """Returns arrays as they are, whose cotangents are after a result."""
+    return arrays
+
+
+_until.defvjp(
+    lambda arrays, result: ([x.value for x in arrays], result.value),
+    lambda result, cotangents: (_after(_without_zeros(cotangents), [result]), None),
+    symbolic_zeros=True,
+)
+
+
+def _without_zeros(cotangents: Sequence[Any]) -> list[Any]:
+    return [None if isinstance(x, SymbolicZero) else x for x in cotangents]
 
 
 def _after(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -369,7 +369,7 @@ class Efficiency:
 _EFFICIENCIES = {
     "v3": Efficiency(products=0.9, memory=0.8),
     "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22, compiled=(0.97, 0.38)),
-    "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45), compiled=(0.95, 0.5)),
+    "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45), compiled=(0.92, 0.4)),
     "v5p": Efficiency(
         products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85), reading=0.37, compiled=(0.97, 0.36)
     ),

@@ -10,6 +10,7 @@ in it. The exit status is 0 if nine of ten estimates of memory are within 15%, a
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -66,7 +67,8 @@ def main(path: str, *words: str) -> int:
     rows, near = [("options", *TOLERANCES)], []
     for line in [x for x in lines if not words or any(word in x for word in words)]:
         pairs = pairs_of(read_request(parse(["plan", *line.split()])))
-        ratios = {name: a / b if b else 1.0 for name, (a, b) in pairs.items()}
+        # No estimate is near to a figure that the program does not have.
+        ratios = {name: a / b if b else math.inf if a else 1.0 for name, (a, b) in pairs.items()}
         near += [abs(ratio - 1) <= TOLERANCES[name] for name, ratio in ratios.items()]
         cells = (f"{a:.4g} / {b:.4g} = {ratios[name]:.2f}" for name, (a, b) in pairs.items())
         rows.append((line, *cells, *[""] * (len(TOLERANCES) - len(pairs))))

@@ -147,8 +147,8 @@ mlir.register_lowering(scattered_p, lambda _, x, **__: [x])
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
 # TPU7x reduce-scatters to shards of at least so many rows at once; else it is an all-reduce.
 _ROWS_AT_ONCE = 8
-# Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many: at most as long as that, or, where
-# no SparseCores reduce-scatter, of so few tiles (what was seen to be native, docs/gather_on_use.md).
+# Rows of more tiles of lanes than `_MOST_TILES` XLA:TPU cuts into equal pieces, at most `_MOST_PIECES` of them; on TPUs
+# whose TensorCores reduce-scatter only if a piece has no more tiles than here (docs/gather_on_use.md).
 _TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
 _TILES_OF_PIECE = {"TPU v4": 126, "TPU v5 lite": 131}
 

@@ -16,13 +16,14 @@ import time
 import jax
 import jax.numpy as jnp
 
+from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
-from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
-from zero_jax.trainer.run import Model, TrainConfig
+from zero_jax.trainer.run import Model
+from zero_jax.trainer.train_config import TrainConfig
 from zero_jax.training import ZeroConfig
 
 STEPS, SAVE_EVERY, EVAL_EVERY, BATCH_SIZE = 12, 4, 6, 8

@@ -27,7 +27,7 @@ WITHOUT = frozenset(
     "paper.PaperTable paper.PaperTables paper.communication paper.figure1 paper.models paper.residuals paper.show_gb "
     "paper.show_params paper.show_ratio paper.table1 paper.table2 paper.table3 pretrained.export_hf "
     "pretrained.load_tensors pretrained.save_tensors trainer.Evaluation trainer.Model trainer.Run trainer.RunRecords "
-    "trainer.Sampler trainer.TrackedRun trainer.discarding trainer.evaluate trainer.execute trainer.hold "
+    "trainer.Sampler trainer.TrackedRun trainer.evaluate trainer.execute "
     "trainer.plot_runs trainer.prepare trainer.train".split()
 )
 # Examples that compile for a TPU.

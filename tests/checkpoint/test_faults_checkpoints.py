@@ -13,8 +13,8 @@ import jax
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 
+from zero_jax import trainer
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting.metrics import device_memory_bytes

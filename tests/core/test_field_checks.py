@@ -13,8 +13,8 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.trainer.reporting.writers import WriterConfig
-from zero_jax.trainer.run import TrainConfig
 from zero_jax.trainer.run_folder import make_folder
+from zero_jax.trainer.train_config import TrainConfig
 from zero_jax.training import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")

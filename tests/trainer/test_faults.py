@@ -24,12 +24,12 @@ from faults import (
     train,
 )
 
+from zero_jax import trainer
 from zero_jax.cli import commands as cli
 from zero_jax.data.dataset import DataConfig
 from zero_jax.data.parts import TokenPart
 from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig, Precision
-from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.inputs import text
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run import prepare

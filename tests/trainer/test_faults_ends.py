@@ -20,10 +20,11 @@ import pytest
 from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, checkpoints, make_config, step_folder, train
 
 import zero_jax as zero
+from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint.array_writes import ArrayWrites
 from zero_jax.cli import commands as cli
-from zero_jax.trainer import loop as trainer
+from zero_jax.trainer import loop
 from zero_jax.trainer import result as result_module
 from zero_jax.training.state.checks import NonfiniteState
 
@@ -50,7 +51,7 @@ def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_grad
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_state_whose_validation_loss_is_not_finite_is_saved_but_not_as_the_best(loss, tmp_path, monkeypatch):
     losses, lines = iter([3.0, 2.0, loss, loss]), []
-    monkeypatch.setattr(trainer.Validation, "means", lambda *_, **__: {"loss": next(losses)})
+    monkeypatch.setattr(loop.Validation, "means", lambda *_, **__: {"loss": next(losses)})
     checkpoint = CheckpointConfig(save_every=2, keep_last=1, keep_best=1)
     result = train(tmp_path, lines=lines, steps=6, eval_every=2, checkpoint=checkpoint)
     assert result.status == "done" and checkpoints(tmp_path) == ["step_00000002", "step_00000006"]
@@ -106,15 +107,15 @@ def test_a_loss_that_is_no_number_is_refused_at_the_call(loss, tmp_path):
 def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, unbroken):
     """Kernels are tried out in it, and a step is only waited for when the next one is on its way."""
     beats, compiling = [], set()
-    monkeypatch.setattr(trainer.Watchdog, "beat", lambda self, phase, step=None: beats.append((phase, step)))
-    add_step = trainer.Progress.add_step
+    monkeypatch.setattr(loop.Watchdog, "beat", lambda self, phase, step=None: beats.append((phase, step)))
+    add_step = loop.Progress.add_step
 
     def waited_for(self, dispatched):
         if dispatched.step in (1, 2):
             compiling.add((dispatched.step, beats[-1][0]))
         return add_step(self, dispatched)
 
-    monkeypatch.setattr(trainer.Progress, "add_step", waited_for)
+    monkeypatch.setattr(loop.Progress, "add_step", waited_for)
     train(tmp_path, steps=4)
     assert compiling == {(1, "compile"), (2, "step")}
 
@@ -235,14 +236,14 @@ def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path
 
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path, monkeypatch, unbroken):
-    begin = trainer.begin
+    begin = loop.begin
 
     def interrupted(run):
         signal.raise_signal(signal.SIGTERM)
         return begin(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "begin", interrupted)
+        patch.setattr(loop, "begin", interrupted)
         result = train(tmp_path)
         assert (result.status, result.num_steps) == ("preempted", 0) and not result.num_failed_saves
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=0)
@@ -252,7 +253,7 @@ def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path
 def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_processes_evaluate(
     tmp_path, monkeypatch, tamper, unbroken
 ):
-    means = trainer.Validation.means
+    means = loop.Validation.means
     calls = []
 
     def interrupted(self, params, *, goes_on):
@@ -262,7 +263,7 @@ def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_processes_e
         return means(self, params, goes_on=goes_on)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Validation, "means", interrupted)
+        patch.setattr(loop.Validation, "means", interrupted)
         result = train(tmp_path)
     assert (result.status, result.num_steps) == ("preempted", 6)
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000006"]

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from zero_jax import trainer
 from zero_jax.checkpoint import restore
 from zero_jax.core.variables import Variables
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import optimizers
 from zero_jax.trainer import run as training_run
 from zero_jax.trainer.checkpoints import ResumeError

@@ -4,6 +4,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -66,7 +67,8 @@ def train(options: argparse.Namespace) -> int:
             run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
         is_begun = True
         with _failed_saves_in_a_line():
-            result = execute(run, log=log, terminal=stream, save_options=lambda: save_options(run, options, log=log))
+            run = dataclasses.replace(run, save_options=functools.partial(save_options, options=options, log=log))
+            result = execute(run, log=log, terminal=stream)
     except Exception as error:
         is_own = own is not None and not is_begun and not isinstance(error, OSError | OtherProcessFailed)
         refusal = explain(error) if is_own else error

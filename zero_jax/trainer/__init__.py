@@ -13,14 +13,14 @@ from zero_jax.trainer.evaluation import Evaluation, evaluate
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.inputs.sources import first_batch
 from zero_jax.trainer.inputs.text import Sampler
-from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
 from zero_jax.trainer.reporting.trackers import TrackedRun, Tracker
-from zero_jax.trainer.result import TrainResult
-from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import CONFIG_TITLE, discarding, hold, is_run_config
-from zero_jax.trainer.trainer import Trainer
+from zero_jax.trainer.result import EXIT_STATUS, TrainResult
+from zero_jax.trainer.run import Model, Run, prepare
+from zero_jax.trainer.run_folder import CONFIG_TITLE, is_run_config
+from zero_jax.trainer.train_config import TEXT_FIELDS, TrainConfig
+from zero_jax.trainer.trainer import Trainer, execute, train
 
 __all__ = [
     "CONFIG_TITLE",
@@ -41,11 +41,9 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
-    "discarding",
     "evaluate",
     "execute",
     "first_batch",
-    "hold",
     "is_run_config",
     "make_optimizer",
     "plot_runs",

@@ -17,7 +17,8 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
 from zero_jax.trainer.inputs.sources import BatchesEnded, Together
-from zero_jax.trainer.run import Model, RunInput, TrainConfig, check_kinds, open_text
+from zero_jax.trainer.run import Model, RunInput, check_kinds, open_text
+from zero_jax.trainer.train_config import TrainConfig
 from zero_jax.training import TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
 

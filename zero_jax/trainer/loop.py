@@ -4,88 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
-import optax
 
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import Preemption, Watchdog, report_end, report_start
 from zero_jax.core.agreement import Agreement
-from zero_jax.core.device_put import platform_of
-from zero_jax.core.text_tables import format_count
-from zero_jax.core.tree import key_shape, leaf_names
-from zero_jax.sharding.precision import explain_float16
+from zero_jax.core.tree import leaf_names
 from zero_jax.trainer.callbacks import call_all
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
-from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.inputs.sources import BatchesEnded, Together
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.trainer.reporting.trackers import OpenTracker, TrackedRun, Tracker, Trackers
+from zero_jax.trainer.reporting.profiler import Profiler
+from zero_jax.trainer.reporting.trackers import TrackedRun
 from zero_jax.trainer.reporting.writers import open_writers
 from zero_jax.trainer.result import EXIT_STATUS, TrainResult, draw_losses, run_losses
-from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import discarding, hold, save_config
-from zero_jax.training import NoiseScale, TrainState, check_not_donated, global_norm, trainable
+from zero_jax.trainer.run import Run
+from zero_jax.trainer.run_folder import held, save_config
+from zero_jax.training import NoiseScale, check_not_donated, global_norm, trainable
 
 
-def train(
-    config: TrainConfig,
-    *,
-    model: Model | OwnModel,
-    tx: optax.GradientTransformation | None = None,
-    log: Log = print,
-    callbacks: Sequence[Any] = (),
-    trackers: Sequence[Tracker | OpenTracker] = (),
-) -> TrainResult:
-    """Trains a model: a `Model` of text, or an `OwnModel` with its batches.
-
-    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone. Raises as
-    `prepare` does. Loss curve, metrics, checkpoints and config are in the run's folder.
-    """
-    run = prepare(config, model=model, tx=tx, callbacks=callbacks, trackers=trackers)
-    return execute(run, log=log)
-
-
-def execute(
-    run: Run, *, log: Log = print, terminal: TextIO | None = None, save_options: Callable[[], None] = lambda: None
-) -> TrainResult:
-    """Executes a run that `prepare` has checked.
-
-    Args:
-      run: the run.
-      log: called with progress lines, in process 0 alone.
-      terminal: stream for a live progress bar, if it is a terminal.
-      save_options: called in process 0 to write the options of the run: one that resumes, once it is not refused.
-
-    Raises:
-      ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
-      OtherProcessFailed: in the other processes, where one alone fails.
-    """
-    return execute_to_state(run, log=log, terminal=terminal, save_options=save_options)[0]
-
-
-def execute_to_state(
-    run: Run, *, log: Log = print, terminal: TextIO | None = None, save_options: Callable[[], None] = lambda: None
-) -> tuple[TrainResult, TrainState]:
-    """Executes a run as `execute` does; returns its last state too."""
-    try:
-        with Agreement(), contextlib.ExitStack() as stack:
-            with Agreement():  # one that cannot begin must not leave the others in their first step
-                training = _Training(run, log=log, terminal=terminal, save_options=save_options, stack=stack)
-            return training.execute(), training.state
-    except Exception as error:
-        explain_float16(error, platform=platform_of(run.mesh))
-        raise
-
-
-class _Training:
+class Training:
     """A run that is being executed; the stack closes its resources.
 
     Attributes:
@@ -96,15 +41,7 @@ class _Training:
       executed: the phases that were executed once, and so are compiled.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        log: Log,
-        terminal: TextIO | None,
-        save_options: Callable[[], None],
-        stack: contextlib.ExitStack,
-    ):
+    def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
         """Makes or restores the state, and opens the run's batches, checkpoints and writers."""
         self.run, self.config = run, run.config
         config, mesh = run.config, run.mesh
@@ -113,24 +50,11 @@ class _Training:
             log, terminal = lambda _: None, None
         self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
         self.preemption = Preemption(log=self.log)
-        stack.enter_context(hold(run.folder))
-        stack.enter_context(discarding(run.folder, is_new=run.has_new_folder))
-
-        def save_configs() -> None:
-            save_config(run.folder, run.saved_config)
-            if self.is_first:
-                save_options()
-
+        stack.enter_context(held(run.folder, is_new=run.has_new_folder))
         if not (run.folder / "config.json").exists():  # a resumed run's configs stay until it has been restored
-            save_configs()
-        self.watchdog = stack.enter_context(
-            Watchdog(
-                config.hang_seconds,
-                run.folder / "processes",
-                process_index=jax.process_index(),
-                num_processes=jax.process_count(),
-            )
-        )
+            self._save_configs()
+        place = {"process_index": jax.process_index(), "num_processes": jax.process_count()}
+        self.watchdog = stack.enter_context(Watchdog(config.hang_seconds, run.folder / "processes", **place))
         stack.enter_context(self.preemption)
         self.checkpointer = stack.enter_context(
             Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say, run=str(run.folder))
@@ -144,18 +68,18 @@ class _Training:
         self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         stack.callback(self.console.close)
         self.log = self.console.line  # which shows lines above the bar
-        for line in (self._describe(), *start.lines):
+        for line in (describe_run(run, self.state), *start.lines):
             self.say(line)
         self.sample = None if run.input.sampler is None else run.input.sampler.on(mesh)
         self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
         self.batches: Any = stack.enter_context(self._open_batches(start))
-        save_configs()
+        self._save_configs()
         self.together, self.position = Together("batches"), self.batches.position
         self.validation = None
         if run.input.validation is not None:
             self.validation = Validation(run.model, run.input, mesh=mesh, config=run.zero, say=self.say)
         self.progress = Progress(
-            sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
+            sinks=self._open_sinks(start, stack) if self.is_first else [],
             speedometer=make_speedometer(run.model.loss_fn, run.tx, self.state, run.input, mesh=mesh, config=run.zero),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
@@ -168,7 +92,13 @@ class _Training:
         """Shows a line, in process 0 alone."""
         self.log(line)
 
+    def _save_configs(self) -> None:
+        if self.is_first:
+            save_config(self.run.folder, self.run.saved_config)
+            self.run.save_options(self.run)
+
     def execute(self) -> TrainResult:
+        """Runs the steps, and ends the run: its last save, a sample, and a picture of its losses."""
         try:
             with Agreement():
                 status = self._run_steps()
@@ -201,7 +131,7 @@ class _Training:
             model=self.run.model.name,
             stage=self.config.zero.stage,
             num_devices=self.run.mesh.size,
-            num_params=num_params(self.state),
+            num_params=num_params(self.state.params),
             num_steps=self.step,
             num_skipped_steps=int(self.state.num_skipped_steps),
             num_failed_saves=self.checkpointer.num_failed,
@@ -239,32 +169,14 @@ class _Training:
                 raise
             raise ResumeError(str(error)) from error
 
-    def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Trackers:
-        config, folder = self.config, self.run.folder
-        tracked = TrackedRun(
-            name=folder.name,
-            folder=folder,
-            config=self.run.saved_config,
-            # A run that was cut off before its first checkpoint has records too, from step 0 on.
-            resume_step=(start.step or -1) if config.resume == "auto" else None,
-        )
-        own, is_evaluated = self.run.trackers, start.is_evaluated
-        writers = open_writers(config.log, tracked, own=own, is_evaluated=is_evaluated, log=self.say)
-        return stack.enter_context(contextlib.closing(writers))
-
-    def _describe(self) -> str:
-        run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
-        of_all = ""
-        if model.base_init_fn is not None:
-            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.base_init_fn, key_shape())))
-            of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
-        rows = {
-            "model": f"{model.name}, {num_params(self.state):,}{of_all or ' params'}",
-            **run.input.rows,
-            "run": str(run.folder),
-        }
-        rows["batch"] += f", in {parts} microbatches" if parts > 1 else ""
-        return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
+    def _open_sinks(self, start: Start, stack: contextlib.ExitStack) -> list[Callable[[Any], None]]:
+        run = self.run
+        # A run that was cut off before its first checkpoint has records too, from step 0 on.
+        resume_step = (start.step or -1) if self.config.resume == "auto" else None
+        tracked = TrackedRun(name=run.folder.name, folder=run.folder, config=run.saved_config, resume_step=resume_step)
+        settings = {"own": run.trackers, "is_evaluated": start.is_evaluated, "log": self.say}
+        writers = stack.enter_context(contextlib.closing(open_writers(self.config.log, tracked, **settings)))
+        return [writers.write, self.console.step]
 
     def _draw(self, losses: RunRecords) -> str | None:
         """Plots the losses; returns the path of the picture, or None if it could not be drawn."""
@@ -299,7 +211,7 @@ class _Training:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
-        with _Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
+        with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
                 # While the devices are busy with the new step, the metrics of the one before are read.
                 self._read_waiting(self._dispatch(profiler))
@@ -308,7 +220,7 @@ class _Training:
                     return status
         return "done"
 
-    def _after_step(self, profiler: _Profiler) -> str | None:
+    def _after_step(self, profiler: Profiler) -> str | None:
         """Evaluates, saves and samples if it is time; returns a status if the run ends before its last step."""
         config, progress, step = self.config, self.progress, self.step
         # Called at every step, as the processes agree on it.
@@ -382,7 +294,7 @@ class _Training:
         # What other processes have read is not known here, and after an error they cannot be asked.
         return jax.process_count() > 1 or self.position != self.batches.position
 
-    def _dispatch(self, profiler: _Profiler) -> Dispatched | None:
+    def _dispatch(self, profiler: Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
         waited_seconds = 0.0
@@ -459,27 +371,3 @@ class _Training:
 
 def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
     return records[index]["loss"] if records else math.nan
-
-
-class _Profiler(contextlib.ExitStack):
-    """Records a profile of some steps, for xprof and TensorBoard, by `jax.profiler`; says where it is."""
-
-    def __init__(self, steps: range, folder: pathlib.Path, *, say: Callable[[str], None]):
-        super().__init__()
-        self._steps, self._folder, self._say, self._has_begun = steps, folder, say, False
-
-    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
-        if step in self._steps and not self._has_begun:
-            self._has_begun = True
-            # Callbacks run in reverse order: this one once the trace is written.
-            self.callback(
-                self._say, f"profile of steps {self._steps.start} to {self._steps.stop - 1} in {self._folder}"
-            )
-            self.enter_context(jax.profiler.trace(self._folder))
-        return jax.profiler.StepTraceAnnotation("train", step_num=step)
-
-    def done(self, step: int) -> None:
-        """Ends the recording after the last of the steps is complete."""
-        if step + 1 not in self._steps:
-            self.close()

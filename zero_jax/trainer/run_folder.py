@@ -109,37 +109,32 @@ def is_run_config(path: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def discarding(folder: pathlib.Path, *, is_new: bool) -> Iterator[None]:
-    """Removes the new folder of a run that fails before it starts, so that its name is free; needs `hold`.
+def held(folder: pathlib.Path, *, is_new: bool) -> Iterator[None]:
+    """Locks the folder of a run, in process 0, until the context is left or the process ends.
 
-    A folder with more than a lock and configs stays, and so does one that was there before.
+    A new folder of a run that fails before it starts is removed, so that its name is free. One with more than a lock
+    and configs stays, and so does one that was there before.
     """
-    try:
-        yield
-    except Exception:
-        disposable = {"lock", "config.toml", _CONFIG}
-        with contextlib.suppress(OSError):
-            if is_new and disposable.issuperset(path.name for path in folder.iterdir()):
-                for name in disposable:
-                    (folder / name).unlink(missing_ok=True)
-                folder.rmdir()
-        raise
-
-
-def hold(folder: pathlib.Path) -> contextlib.ExitStack:
-    """Locks the folder of a run, in process 0, until the context is left or the process ends."""
-    stack = contextlib.ExitStack()
-    with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # not writable, which another check reports
-                stack.enter_context(FolderLock(epath.Path(folder) / "lock", run=str(folder)))
-    return stack
+    with contextlib.ExitStack() as stack:
+        with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):  # not writable, which another check reports
+                    stack.enter_context(FolderLock(epath.Path(folder) / "lock", run=str(folder)))
+        try:
+            yield
+        except Exception:
+            disposable = {"lock", "config.toml", _CONFIG}
+            with contextlib.suppress(OSError):
+                if is_new and disposable.issuperset(path.name for path in folder.iterdir()):
+                    for name in disposable:
+                        (folder / name).unlink(missing_ok=True)
+                    folder.rmdir()
+            raise
 
 
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
-    """Writes a run's config as JSON in process 0; values that have no JSON form as text."""
-    if jax.process_index() == 0:
-        write_text(folder / _CONFIG, json.dumps(config, indent=2, default=str) + "\n")
+    """Writes a run's config as JSON; values that have no JSON form as text."""
+    write_text(folder / _CONFIG, json.dumps(config, indent=2, default=str) + "\n")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,23 +1,73 @@
-"""`zero.Trainer`: the training loop for a loss function, an init function and batches of any kind."""
+"""Trains: a model of text, or by `zero.Trainer` one of a loss function, an init function and batches of any kind."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import optax
 from jax import Array
 
+from zero_jax.core.agreement import Agreement
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report
+from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.inputs.own import OwnModel
-from zero_jax.trainer.loop import execute_to_state
+from zero_jax.trainer.loop import Training
 from zero_jax.trainer.reporting.metrics import Log
 from zero_jax.trainer.reporting.trackers import OpenTracker, Tracker
 from zero_jax.trainer.result import TrainResult
-from zero_jax.trainer.run import TrainConfig, prepare
+from zero_jax.trainer.run import Model, Run, prepare
+from zero_jax.trainer.train_config import TrainConfig
 from zero_jax.training import MeshLoss, TrainState
+
+
+def train(
+    config: TrainConfig,
+    *,
+    model: Model | OwnModel,
+    tx: optax.GradientTransformation | None = None,
+    log: Log = print,
+    callbacks: Sequence[Any] = (),
+    trackers: Sequence[Tracker | OpenTracker] = (),
+) -> TrainResult:
+    """Trains a model: a `Model` of text, or an `OwnModel` with its batches.
+
+    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone. Raises as
+    `prepare` does. Loss curve, metrics, checkpoints and config are in the run's folder.
+    """
+    run = prepare(config, model=model, tx=tx, callbacks=callbacks, trackers=trackers)
+    return execute(run, log=log)
+
+
+def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> TrainResult:
+    """Executes a run that `prepare` has checked.
+
+    Args:
+      run: the run.
+      log: called with progress lines, in process 0 alone.
+      terminal: stream for a live progress bar, if it is a terminal.
+
+    Raises:
+      ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
+      OtherProcessFailed: in the other processes, where one alone fails.
+    """
+    return execute_to_state(run, log=log, terminal=terminal)[0]
+
+
+def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> tuple[TrainResult, TrainState]:
+    """Executes a run as `execute` does; returns its last state too."""
+    try:
+        with Agreement(), contextlib.ExitStack() as stack:
+            with Agreement():  # one that cannot begin must not leave the others in their first step
+                training = Training(run, log=log, terminal=terminal, stack=stack)
+            return training.execute(), training.state
+    except Exception as error:
+        explain_float16(error, platform=platform_of(run.mesh))
+        raise
 
 
 class Trainer(Report):

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
-from zero_jax.core.text_tables import aligned, format_bytes, format_figure, printable_lines
-from zero_jax.core.tree import PyTree
+from zero_jax.core.text_tables import aligned, format_bytes, format_count, format_figure, printable_lines
+from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.trainer.reporting.metrics import FIELDS, per_device_bytes
+from zero_jax.trainer.run import Run
 from zero_jax.training import TrainState, ZeroConfig, sharding_report
 
 with extra("train"):
@@ -188,14 +189,19 @@ def groups(state: TrainState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
 
 
-def num_params(state: TrainState) -> int:
+def num_params(params: PyTree) -> int:
     """Returns the number of params."""
-    return sum(x.size for x in jax.tree.leaves(state.params))
+    return sum(x.size for x in jax.tree.leaves(params))
 
 
-def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[str, str]) -> str:
-    """Describes a run in a table: devices, mesh, stage, `rows`, dtypes, bytes per device, and unsharded leaves."""
-    precision = resolve_precision(zero.precision)
+def describe_run(run: Run, state: TrainState) -> str:
+    """Describes a run in a table: devices, mesh, stage, model, data, dtypes, bytes per device, and unsharded leaves."""
+    model, mesh, zero, of_all = run.model, run.mesh, run.zero, " params"
+    if model.base_init_fn is not None:
+        num_all = num_params(jax.eval_shape(model.base_init_fn, key_shape()))
+        of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
+    rows, precision = run.input.rows, resolve_precision(zero.precision)
+    rows["batch"] += f", in {zero.num_microbatches} microbatches" if zero.num_microbatches > 1 else ""
     dtypes = {"param": _floating(state.params)}
     dtypes |= {name: getattr(precision, name) or "as initialized" for name in ("compute", "reduce")}
     dtypes |= {} if state.master is None else {"master": _floating(state.master)}
@@ -210,7 +216,9 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({jax.__name__} {jax.__version__}{processes})",
         "mesh": " x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
         "stage": str(zero.stage),
+        "model": f"{model.name}, {num_params(state.params):,}{of_all}",
         **rows,
+        "run": str(run.folder),
         "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
         "a device holds": ", ".join(group_bytes),
         "unsharded": _unsharded_leaves(state, mesh=mesh, zero=zero),

@@ -12,8 +12,8 @@ import pytest
 import zero_jax as zero
 from zero_jax import hlo
 from zero_jax.sharding.mesh import axes_of
+from zero_jax.training.offloaded import Argument, stream
 from zero_jax.training.optimizer import chunks
-from zero_jax.training.optimizer.streaming import Argument, stream
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),

@@ -35,8 +35,14 @@ from zero_jax.training.optimizer.rounding import round_state, round_tree, roundi
 from zero_jax.training.optimizer.update import Offers, call_update
 from zero_jax.training.same_program import equal_parts, fingerprint, part_of_batch, releases
 from zero_jax.training.sequence_sharding import sequence_parallel
-from zero_jax.training.state.checks import NonfiniteState, check_is_state, check_not_donated, nonfinite_leaves
-from zero_jax.training.state.copies import remember_copies, warn_of_lost_copies
+from zero_jax.training.state.checks import (
+    NonfiniteState,
+    check_is_state,
+    check_not_donated,
+    nonfinite_leaves,
+    remember_copies,
+    warn_of_lost_copies,
+)
 from zero_jax.training.state.making import abstract_state, checked_variables, init_state, with_gathered_params
 from zero_jax.training.state.matrix_updates import matrix_dealings, step_placement
 from zero_jax.training.state.placement import Placement, make_placement

@@ -35,8 +35,9 @@ from zero_jax.training.state.checks import (
     check_not_donated,
     checked_placement,
     place_state,
+    remember_copies,
+    warn_of_lost_copies,
 )
-from zero_jax.training.state.copies import remember_copies, warn_of_lost_copies
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options

@@ -79,7 +79,7 @@ def make_train_step(
     return TrainStep(program, axes)
 
 
-class Scalars(NamedTuple):
+class Given(NamedTuple):
     """What an update gets besides arrays of the params; `norm` is that of the gradients, `finite` whether they are."""
 
     norm: GlobalNorm
@@ -111,32 +111,34 @@ class _Program:
         computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(computed.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        offers = Offers(computed.loss.astype(value_dtype(trainable(masters))), fill_zeros(grads, masters))
-        if traced.calls_functions:
-            if computed.errors is not None:
-                raise ValueError(
-                    "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
-                    "to which the error of the last one does not belong: leave error_feedback out"
-                )
-            offers = offers._replace(**self.objective(state, loss, arguments, needed))
+        functions = self.objective(state, loss, arguments, needed) if traced.calls_functions else {}
         # By the gradients, not by their norm, which may overflow where all of them are finite.
         finite, unchanged = norm.first_nonfinite < 0, traced.unchanged(needed)
-        rounding = rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None
+        given = Given(
+            norm=norm,
+            finite=finite,
+            loss=computed.loss.astype(value_dtype(trainable(masters))),
+            loss_scale=state.loss_scale,
+            rounding_key=rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None,
+        )
+        update = functools.partial(self.update, placement=placement, functions=functions)
         if offloaded is not None:
-            scalars = Scalars(norm, finite, offers.value, state.loss_scale, rounding)
-            updated = self.streamed_update(offloaded, computed.grads, scalars, unchanged=unchanged)
+            # Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at
+            # once would take as much memory as the offload saves.
+            def streamed(stored: PyTree, opt_state: PyTree, scaled: PyTree, given: Given) -> UpdatedState:
+                masters = placement.precision.for_optimizer(stored)
+                updated = update(stored, opt_state, self.unscale(scaled, masters, placement, given.loss_scale), given)
+                low = cast_floating(updated.low, placement.precision.param) if placement.keeps_copy else None
+                return updated._replace(low=low)
+
+            updated = offloaded.update(traced, streamed, computed.grads, given, unchanged=unchanged)
         else:
-            # optax needs a gradient for each param; the zeros of frozen ones are read by nothing.
-            clipped = fill_zeros(self.clip(grads, norm), masters)
             matrices = matrix_program(traced, state, placement)
             if matrices is not None and matrices.is_changed:
                 traced = dataclasses.replace(traced, jaxpr=matrices.rewritten(), is_rewritten=True)
-            new_masters, opt_state = self.update(
-                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
-            )
-            new_masters = new_masters if rounding is None else round_tree(new_masters, stored, rounding)
-            new_masters = keep_frozen(stored, new_masters, unchanged)
-            updated = UpdatedState(new_masters, new_masters, opt_state)
+            updated = update(stored, state.opt_state, grads, given, traced=traced)
+            new_masters = keep_frozen(stored, updated.masters, unchanged)
+            updated = updated._replace(masters=new_masters, low=new_masters)
         new_state = self.new_state(state, placement, updated, computed, finite=finite, unchanged=unchanged)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         parts = computed.parts
@@ -186,7 +188,15 @@ class _Program:
         """Returns the loss of the batch and its gradients as functions of the params that the optimizer updates.
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
+
+        Raises:
+          ValueError: quantization feeds back the errors of gradients.
         """
+        if state.grad_errors is not None:
+            raise ValueError(
+                "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
+                "to which the error of the last one does not belong: leave error_feedback out"
+            )
         placement, (_, *rest) = step_loss.placement, arguments
 
         def evaluate(trained: PyTree, given: Any, needed: list[bool], **options: bool) -> tuple[jax.Array, PyTree]:
@@ -239,28 +249,29 @@ class _Program:
         finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
         return tree.unflatten(pinned(finished, placement.param_shardings("master")))
 
-    def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
-        """Scales gradients down to the config's largest norm."""
-        return grads if self.config.norm_limit is None else norm.clip(grads, self.config.norm_limit)
-
     def update(
         self,
-        masters: PyTree,
+        stored: PyTree,
         opt_state: PyTree,
         grads: PyTree,
+        given: Given,
         *,
-        finite: jax.Array,
-        offers: Offers,
+        placement: Placement,
+        functions: dict[str, Any],
         traced: TracedUpdate | None = None,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> UpdatedState:
         """Returns new master params and optimizer state; the old ones if a gradient is not finite.
 
-        `traced` is the trace of the update for these arguments, if there is one.
+        `functions` are those of `Offers`; `traced` is the trace of the update for these arguments, if there is one.
         """
-        params, trace = trainable(masters), None
-        apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, offers)  # noqa: E731
+        masters, trace = placement.precision.for_optimizer(stored), None
+        params, limit = trainable(masters), self.config.norm_limit
+        # optax needs a gradient for each param; the zeros of frozen ones are read by nothing.
+        offers = Offers(given.loss, fill_zeros(grads, masters), **functions)
+        clipped = fill_zeros(grads if limit is None else given.norm.clip(grads, limit), masters)
+        apply = lambda params, opt_state: apply_update(self.tx, clipped, opt_state, params, offers)  # noqa: E731
         if traced is not None and not traced.calls_functions:
-            trace = traced.jaxpr, jax.tree.leaves((grads, opt_state, params, offers.value, offers.full_grads))
+            trace = traced.jaxpr, jax.tree.leaves((clipped, opt_state, params, offers.value, offers.full_grads))
             if traced.is_rewritten:
                 apply = functools.partial(evaluate_update, *trace)
         if self.config.skip_nonfinite is False:
@@ -268,30 +279,10 @@ class _Program:
         else:
             # An update that is streamed has to be elementwise (`chunks.Loop`), which no conditional is.
             in_place = platform_of(self.mesh) == "cpu" and self.config.offload is None
-            new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
-        return merge(masters, new_params), opt_state
-
-    def streamed_update(
-        self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, unchanged: list[bool]
-    ) -> UpdatedState:
-        """Returns the update of a state partly on the host.
-
-        Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at once
-        would take as much memory as the offload saves.
-        """
-        placement = offloaded.placement
-
-        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> UpdatedState:
-            wide = placement.precision.for_optimizer(masters)
-            grads = self.unscale(scaled_grads, wide, placement, scalars.loss_scale)
-            offers = Offers(scalars.loss, fill_zeros(grads, wide))
-            clipped = fill_zeros(self.clip(grads, scalars.norm), wide)
-            wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
-            masters = wide if scalars.rounding_key is None else round_tree(wide, masters, scalars.rounding_key)
-            low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
-            return UpdatedState(masters, low, opt_state)
-
-        return offloaded.update(self.tx, function, scaled_grads, scalars, unchanged=unchanged)
+            new_params, opt_state = update_if(given.finite, apply, (params, opt_state), in_place=in_place, traced=trace)
+        new = merge(masters, new_params)
+        new = new if given.rounding_key is None else round_tree(new, stored, given.rounding_key)
+        return UpdatedState(new, new, opt_state)
 
     def new_state(
         self,

@@ -14,7 +14,7 @@ from jax import lax
 from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
-from zero_jax.training.grads.combined import CombinedAux
+from zero_jax.training.grads.accumulator import CombinedAux
 from zero_jax.transforms.separable.counts import CountedProgram
 from zero_jax.transforms.separable.separability import BatchParts, separability
 

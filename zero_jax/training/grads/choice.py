@@ -16,7 +16,7 @@ from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.batch import shapes_of_part
-from zero_jax.training.grads.combined import CombinedAux
+from zero_jax.training.grads.accumulator import CombinedAux
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.loss.function import model_state_changes
 from zero_jax.training.loss.program import StepLoss

@@ -19,9 +19,8 @@ from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import named
 from zero_jax.training.batch import shapes_of_part
-from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, added, mean, over
+from zero_jax.training.grads.accumulator import Accumulator, CombinedAux, GradFn, GradInputs, added, mean, over
 from zero_jax.training.grads.choice import judge
-from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan, refuse_coded
 from zero_jax.training.loss.function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.loss.program import StepLoss

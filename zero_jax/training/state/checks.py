@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,9 @@ from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, new_grad_errors
 from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig
+
+# Of states with copies that the library returned: by the `id` of a master param that lives, those of all, and of copies
+_ids: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
 
 
 def check_not_donated(state: PyTree) -> None:
@@ -208,6 +213,46 @@ def checked_placement(
     expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh)
     check_same_leaves("opt_state", "optimizer", state.opt_state, expected)
     return placement
+
+
+def remember_copies(state: TrainState) -> TrainState:
+    """Returns a state, of which `warn_of_lost_copies` knows which arrays belong together."""
+    if state.master is not None and is_array((leaves := jax.tree.leaves((state.master, state.params)))[0]):
+        ids = list(map(id, leaves))
+        # Forgotten with the first of them: Python gives the `id` of what is gone to another object.
+        _ids[ids[0]] = weakref.ref(leaves[0], lambda _: _ids.pop(ids[0], None)), ids
+    return state
+
+
+def warn_of_lost_copies(state: TrainState, *, who: str) -> None:
+    """Warns of params that have been replaced since the library returned them, and their master params have not.
+
+    An update starts from the master params, so other values for the copies alone would be lost without a word.
+
+    Args:
+      state: a state, whose arrays may come from anywhere.
+      who: what has to do with the master params alone, such as "a step updates".
+
+    Warns:
+      UserWarning: names the first of these params.
+    """
+    if state.master is None:
+        return
+    ids = list(map(id, jax.tree.leaves((state.master, state.params))))
+    _, before = _ids.get(ids[0], (None, []))
+    if len(before) != len(ids):
+        return
+    num_params = len(ids) // 2
+    is_same = [now == then for now, then in zip(ids, before, strict=True)]
+    replaced = [i for i in range(num_params) if is_same[i] and not is_same[num_params + i]]
+    if replaced:
+        more = f" and {len(replaced) - 1} more were" if len(replaced) > 1 else " was"
+        warnings.warn(
+            f"leaf {leaf_names(state.params)[replaced[0]]!r} of state.params{more} replaced, and state.master was not: "
+            f"{who} the master params alone, and the new values are lost. Write both: "
+            "zero.write_leaves(state, {'params/...': value}), or dataclasses.replace(state, params=..., master=...)",
+            stacklevel=3,
+        )
 
 
 class NonfiniteState(ValueError):

@@ -32,8 +32,7 @@ from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.same_program import check_same_init
-from zero_jax.training.state.checks import check_optimizer, check_trainable
-from zero_jax.training.state.copies import remember_copies
+from zero_jax.training.state.checks import check_optimizer, check_trainable, remember_copies
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import (
     NO_OTHERS,

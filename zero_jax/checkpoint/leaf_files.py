@@ -6,6 +6,7 @@ Each leaf is a zarr array inside one OCDBT, the key-value store of tensorstore.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import math
 import re
@@ -50,7 +51,10 @@ def check_files(record: Record) -> None:
 def check_index(record: Record) -> None:
     """Raises a `CheckpointError` if the leaves in the files differ from the record in names, shapes or dtypes."""
     stored = {file_key(name): name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    in_files = _stored_leaves(record.path / STATE)
+    in_files = set[str]()
+    with contextlib.suppress(ValueError):  # of a damaged index, as the leaves will say
+        keys = tensorstore.KvStore.open(_ocdbt_store(record.path / STATE)).result().list().result()
+        in_files = {key.decode().rpartition("/")[0] for key in keys}  # the leaf and `/.zarray`, or a chunk's numbers
     if in_files and in_files != stored.keys():
         differing = sorted(in_files ^ stored.keys())
         raise record.error(
@@ -224,12 +228,3 @@ def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
 def _ocdbt_store(folder: epath.Path) -> dict[str, Any]:
     path = f"{folder}/"
     return {"driver": "ocdbt", "base": path if "://" in path else {"driver": "file", "path": path}}
-
-
-def _stored_leaves(folder: epath.Path) -> set[str]:
-    """Returns the leaves that have values in the files; none if the index is damaged, as the leaves will say."""
-    try:
-        keys = tensorstore.KvStore.open(_ocdbt_store(folder)).result().list().result()
-    except ValueError:
-        return set()
-    return {key.decode().rpartition("/")[0] for key in keys}  # a key is the leaf and `/.zarray`, or a chunk's numbers

@@ -324,7 +324,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
             lines.append(f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {wanted}")
         elif leaf.shape != tuple(x.shape):
             lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
-        elif _is_cut(leaf.dtype) or not (leaf.dtype == dtype_name(x) or _is_float(leaf.dtype, dtype_name(x))):
+        elif _is_cut(leaf.dtype) or (leaf.dtype != (dtype := dtype_name(x)) and not _are_floats(leaf.dtype, dtype)):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     other_classes = [name for name, kind in classes.items() if record.classes.get(name, kind) != kind]
@@ -353,7 +353,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
-def _is_float(*dtypes: str) -> bool:
+def _are_floats(*dtypes: str) -> bool:
     return all(not x.startswith("key<") and jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in dtypes)
 
 

@@ -112,21 +112,20 @@ class Turns:
             return
         if isinstance(error, jax.errors.JaxRuntimeError):
             seconds = min(seconds, _ALONE_SECONDS)
-        why = f"{type(error).__name__}: {error}"
-        why = why if len(why) <= _MAX_ERROR else why[:_MAX_ERROR] + "..."
+        why = _bounded(f"{type(error).__name__}: {error}", _MAX_ERROR)
         with contextlib.suppress(OtherProcessFailed):
             self.take(error=why, is_refusal=isinstance(error, ValueError), seconds=seconds)
         known_to_all(error)
 
 
+_turns = functools.cache(Turns)
+
+
 def turns_of(processes: tuple[int, ...] | None = None) -> Turns:
     """Returns the turns of some processes, or of all."""
-    return _turns_of(None if processes is None or len(processes) == jax.process_count() else processes)
-
-
-@functools.cache
-def _turns_of(processes: tuple[int, ...] | None) -> Turns:
-    return Turns("all" if processes is None else f"of {'-'.join(map(str, processes))}", processes)
+    if processes is None or len(processes) == jax.process_count():
+        return _turns("all", None)
+    return _turns(f"of {'-'.join(map(str, processes))}", processes)
 
 
 def known_to_all(error: Exception) -> Exception:
@@ -280,8 +279,8 @@ def _numbered(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def _bounded(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + "..."
+def _bounded(text: str, limit: int = _MAX_VALUE) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def _first_line(name: str, text: str, records: Mapping[int, Mapping[str, str]], turns: Turns) -> str:

@@ -22,7 +22,7 @@ from zero_jax.core.text_tables import quoted
 from zero_jax.data.chat_template import ChatTemplate, Renderer, Turn
 from zero_jax.data.documents import json_lines
 from zero_jax.data.messages import IDENTITIES, MARKS, SpecialTexts, checked, marked, string
-from zero_jax.data.parts import Dataset, lowest_that_fit
+from zero_jax.data.parts import Dataset, hash_of, lowest_that_fit
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
 
@@ -201,9 +201,8 @@ def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.nd
 
 def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:
     """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
-    hashes = [int.from_bytes(hashlib.blake2b(x.tobytes(), digest_size=8).digest(), "little") for x in tokens]
-    lengths = np.array([len(x) for x in tokens], np.int64)
-    chosen = lowest_that_fit(np.array(hashes, np.uint64), lengths, int(fraction * int(lengths.sum())))
+    hashes, lengths = np.array([hash_of(x.tobytes()) for x in tokens], np.uint64), np.array([len(x) for x in tokens])
+    chosen = lowest_that_fit(hashes, lengths, int(fraction * int(lengths.sum())))
     if not chosen.any() or (chosen.all() and fraction < 1):
         raise ValueError(
             f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "

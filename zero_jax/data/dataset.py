@@ -133,7 +133,12 @@ def load_dataset(
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
         tokenizer = chosen(token_folder_tokenizer(folder))
-        _check_tokenizer(tokens, tokenizer, folder)
+        if tokenizer.fingerprint != tokens.meta.tokenizer_fingerprint:
+            made_with = printable(f"{tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint})")
+            raise ValueError(
+                f"{folder} was made with the tokenizer {made_with}, not with {tokenizer.name} "
+                f"({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
+            )
     else:
         source = find_source(config.data, format=config.format)
         name, num_left_out, tokenizer = source.name, source.num_left_out, chosen()
@@ -157,15 +162,6 @@ def load_dataset(
 def token_folder_tokenizer(folder: pathlib.Path) -> str:
     """Returns the file of the tokenizer of a token folder, or `bytes`."""
     return str(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else "bytes"
-
-
-def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    if tokenizer.fingerprint != tokens.meta.tokenizer_fingerprint:
-        made_with = printable(f"{tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint})")
-        raise ValueError(
-            f"{folder} was made with the tokenizer {made_with}, not with {tokenizer.name} "
-            f"({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
-        )
 
 
 def _fingerprint(tokens: Tokens, train: TokenPart, validation: TokenPart) -> str:

@@ -1,6 +1,7 @@
 """Data sets and their parts, for training and validation: the rows of each, and which documents are in which."""
 
 import dataclasses
+import hashlib
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -197,3 +198,8 @@ def lowest_that_fit(hashes: np.ndarray, lengths: np.ndarray, room: int) -> np.nd
         selected[remaining[:num_fitting]] = True
         room -= int(totals[num_fitting - 1])
         remaining = remaining[num_fitting:]
+
+
+def hash_of(content: bytes) -> int:
+    """Returns the hash of a document's content, of 64 bits, by which it is for training or for validation."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -17,7 +17,7 @@ import numpy as np
 
 from zero_jax.core.files.untrusted import mapping, text, whole_number
 from zero_jax.data.documents import record_text
-from zero_jax.data.parts import Dataset, TokenPart
+from zero_jax.data.parts import Dataset, TokenPart, hash_of
 from zero_jax.data.sources import open_hub, read_rows
 from zero_jax.data.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def open_stream(
     wanted, documents, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
     for number, record in enumerate(read_rows(table, data), 1):
         content = record_text(record, text_field, f"row {number} of {data}").text
-        if content and _hash(content) < validation_fraction * _HASHES:
+        if content and hash_of(content.encode()) < validation_fraction * _HASHES:
             documents.append(_tokens(content, tokenizer))
             size += len(documents[-1])
         if size > wanted:
@@ -78,10 +78,6 @@ def open_stream(
         text_field=text_field,
         validation_fraction=validation_fraction,
     )
-
-
-def _hash(content: str) -> int:
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little")
 
 
 def _tokens(content: str, tokenizer: Tokenizer) -> np.ndarray:
@@ -164,7 +160,7 @@ class Lane:
             for record in read_rows(table, stream.name):
                 after = json.dumps(table.state_dict())
                 content = record_text(record, stream.text_field, f"a row of {stream.name}").text
-                if content and _hash(content) >= limit:
+                if content and hash_of(content.encode()) >= limit:
                     has_any = True
                     yield _Place(epoch, before, _tokens(content, stream.tokenizer))
                 before = after

@@ -15,13 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
-from zero_jax.core.tree import PyTree, check_arrays, leading_dims
+from zero_jax.core.tree import PyTree, leading_dims
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout, read_scheduled
 from zero_jax.planning.key import SCHEMA, compile_inputs, digest
 from zero_jax.program.jaxprs import hlo_text
@@ -34,6 +32,7 @@ from zero_jax.training import (
     ZeroConfig,
     abstract_state,
     make_train_step,
+    shapes_of_batch,
     step_options,
 )
 
@@ -230,8 +229,7 @@ def batch_shapes(batch: PyTree) -> PyTree:
     """Returns the shapes of a batch of arrays, numbers or `ShapeDtypeStruct`s; raises `ValueError` for others."""
     if not jax.tree.leaves(batch):
         raise ValueError(f"the batch {batch!r} holds no arrays: give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), batch)
+    return shapes_of_batch(batch)
 
 
 def batch_of(batch: PyTree, batch_size: int) -> PyTree:

@@ -253,18 +253,13 @@ def _environment(platform: str, folder: str) -> dict[str, str]:
     if platform == "cuda":
         changes["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]  # no device to time kernels on
-        for toolkit in _cuda_toolkits():
+        spec = importlib.util.find_spec("nvidia")  # NVIDIA's wheels, of which the newest is taken
+        roots = list(spec.submodule_search_locations or ()) if spec else []
+        for toolkit in [folder for root in roots for folder in sorted(glob.glob(f"{root}/cu1[0-9]"))][-1:]:
             changes["PATH"] = os.pathsep.join([f"{toolkit}/bin", os.environ.get("PATH", "")])
             flags.append(f"--xla_gpu_cuda_data_dir={toolkit}")
         changes["XLA_FLAGS"] = " ".join(flags).strip()
     return {**os.environ, **changes}
-
-
-def _cuda_toolkits() -> list[str]:
-    """Returns the newest folder of NVIDIA's wheels as a list, empty if they are not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    return [folder for root in roots for folder in sorted(glob.glob(f"{root}/cu1[0-9]"))][-1:]
 
 
 def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:

@@ -6,7 +6,7 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 """
 
 from zero_jax.training import losses
-from zero_jax.training.batch import check_batch, place_batch, shard_batch
+from zero_jax.training.batch import check_batch, place_batch, shapes_of_batch, shard_batch
 from zero_jax.training.compiled_step import Metrics, TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import make_eval_step

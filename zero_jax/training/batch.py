@@ -60,6 +60,13 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
         )
 
 
+def shapes_of_batch(batch: PyTree, sharding_of: Callable[[Any], NamedSharding | None] = lambda x: None) -> PyTree:
+    """Returns the shapes of a batch of arrays, numbers or `ShapeDtypeStruct`s; raises `ValueError` for other leaves."""
+    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
+    shape_of = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding_of(x))  # noqa: E731
+    return jax.tree.map(shape_of, batch)
+
+
 def shapes_of_part(batch: PyTree, num_parts: int) -> PyTree:
     """Returns the shapes of one of so many parts of a batch; scalars are in each."""
 

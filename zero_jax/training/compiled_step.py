@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
@@ -24,10 +23,10 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, has_host_leaves, leaf_names, leaves_by_name, with_shapes
+from zero_jax.core.tree import PyTree, has_host_leaves, leaf_names, leaves_by_name, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
-from zero_jax.training.batch import place_batch, sharding_of_leaves
+from zero_jax.training.batch import place_batch, shapes_of_batch, sharding_of_leaves
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import (
     check_devices,
@@ -172,7 +171,7 @@ class TrainStep:
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
-        shapes = self._batch_shapes(batch)
+        shapes = shapes_of_batch(batch, sharding_of_leaves(self.program.mesh, self.axes))
         with on_mesh(self.program.mesh), SHORT_TRACEBACK:
             check_devices(state, self.program.mesh)
             return self.compiled(state).function(state, shapes).lower(state, shapes)
@@ -186,16 +185,9 @@ class TrainStep:
           ValueError: the processes differ.
         """
         if self._same.processes:
-            shapes = self._batch_shapes(batch)
+            shapes = shapes_of_batch(batch, sharding_of_leaves(self.program.mesh, self.axes))
             with on_mesh(self.program.mesh):
                 self._same.check(self.compiled(state).function(state, shapes), state, shapes)
-
-    def _batch_shapes(self, batch: PyTree) -> PyTree:
-        check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-        sharding_of = sharding_of_leaves(self.program.mesh, self.axes)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding_of(x)), batch
-        )
 
     def jitted(self, state: PyTree) -> Any:
         """Returns the `jax.jit` function for states of this structure."""

@@ -18,11 +18,11 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.program.loss import LossProgram
-from zero_jax.sharding.mesh import axis_size, on_mesh
+from zero_jax.sharding.mesh import Axes, axis_size, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch
 from zero_jax.training.compiled_step import Metrics, replicated, shown_step
-from zero_jax.training.loss.function import MeshLoss, user_loss
+from zero_jax.training.loss.function import LossFunction, MeshLoss, user_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_devices, check_not_donated
@@ -56,29 +56,28 @@ def make_eval_step(
     """
     check_arguments(weighted=weighted)
     axes = check_config(config).axes_of(mesh)
-    function = user_loss(loss_fn, mesh, axes)
+    return EvalStep(loss_fn, user_loss(loss_fn, mesh, axes), mesh, axes, config, weighted)
 
-    def eval_step(variables: Variables, batch: PyTree, *, is_nested: bool) -> Metrics:
-        placement = make_placement(variables, mesh=mesh, config=config)
-        check_batch(batch, mesh=mesh, axes=axes)
-        # An average of params may be on the host, as part of the optimizer's state.
-        if "params" not in placement.groups:
-            variables = jax.tree.map(to_device, variables)
-        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
-        of_batch = dataclasses.replace(config, **fields)
-        loss = StepLoss(LossProgram(function.named()), placement, of_batch, is_nested)
-        return replicated(_metrics_of(loss, variables, batch, weighted=weighted), mesh)
 
-    same = SameProgram("evaluation step", mesh, config)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class EvalStep:
+    """The evaluation step that `make_eval_step` returns: called with a state and a batch, it returns `Metrics`."""
 
-    @functools.cache
-    def jitted(is_nested: bool) -> Any:
-        options = {} if is_nested else step_options(mesh, config).values  # JAX takes those of the outermost function
-        return jax.jit(functools.partial(eval_step, is_nested=is_nested), compiler_options=options or None)
+    loss_fn: Callable[..., Any] | MeshLoss
+    function: LossFunction
+    mesh: Mesh
+    axes: Axes
+    config: ZeroConfig
+    weighted: bool
 
-    def evaluate(state: PyTree, batch: PyTree) -> Metrics:
+    def __repr__(self) -> str:
+        return shown_step("EvalStep", self.loss_fn, self.mesh, self.config)
+
+    def __call__(self, state: PyTree, batch: PyTree) -> Metrics:
+        """Returns loss and aux of a batch; `state` is a `TrainState`, `Variables`, or bare params."""
+        mesh, axes, config = self.mesh, self.axes, self.config
         variables = as_variables(state.variables if isinstance(state, TrainState) else state)
-        if function.model_state is None:  # a loss function of the params alone, such as another one than in training
+        if self.function.model_state is None:  # one of the params alone, such as another one than in training
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
@@ -90,36 +89,35 @@ def make_eval_step(
                 params, others = placement.param_shardings("params"), placement.model_state_shardings()
                 put = lambda x, sharding: put_global(x, sharding) if is_explicit(x) else x  # noqa: E731
                 variables = jax.tree.map(put, variables, Variables(params=params, model_state=others))
-            if not is_nested:
-                same.check(jitted(is_nested), variables, batch, given=given, axes=axes)
-            return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
+            if is_nested:  # JAX takes the compiler's options of the outermost function
+                return wait_on_cpu(jax.jit(self._metrics, static_argnums=2)(variables, batch, True), mesh)
+            self._same.check(self._jitted, variables, batch, given=given, axes=axes)
+            return wait_on_cpu(self._jitted(variables, batch), mesh)
 
-    return EvalStep(evaluate, shown_step("EvalStep", loss_fn, mesh, config))
+    @functools.cached_property
+    def _same(self) -> SameProgram:
+        return SameProgram("evaluation step", self.mesh, self.config)
 
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self._metrics, compiler_options=step_options(self.mesh, self.config).values or None)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class EvalStep:
-    """The evaluation step that `make_eval_step` returns: called with a state and a batch, it returns `Metrics`."""
-
-    function: Callable[[PyTree, PyTree], Metrics]
-    text: str
-
-    def __call__(self, state: PyTree, batch: PyTree) -> Metrics:
-        """Returns loss and aux of a batch; `state` is a `TrainState`, `Variables`, or bare params."""
-        return self.function(state, batch)
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _metrics_of(loss: StepLoss, variables: Variables, batch: PyTree, *, weighted: bool) -> Metrics:
-    """Returns the loss and aux of a batch, with its weight by the config's `loss_weight` if `weighted`."""
-    key, loss_weight = jax.random.key(0), loss.config.loss_weight
-    cast, batch = loss.cast(variables, batch, key)
-    program = with_weight(loss.fused, loss_weight) if weighted and loss_weight is not None else loss.fused
-    value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
-    weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weights else None
-    return Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight)
+    def _metrics(self, variables: Variables, batch: PyTree, is_nested: bool = False) -> Metrics:
+        config = self.config
+        placement = make_placement(variables, mesh=self.mesh, config=config)
+        check_batch(batch, mesh=self.mesh, axes=self.axes)
+        # An average of params may be on the host, as part of the optimizer's state.
+        if "params" not in placement.groups:
+            variables = jax.tree.map(to_device, variables)
+        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
+        of_batch = dataclasses.replace(config, **fields)
+        loss = StepLoss(LossProgram(self.function.named()), placement, of_batch, is_nested)
+        key, loss_weight = jax.random.key(0), config.loss_weight
+        cast, batch = loss.cast(variables, batch, key)
+        program = loss.fused if loss_weight is None or not self.weighted else with_weight(loss.fused, loss_weight)
+        value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
+        weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weights else None
+        return replicated(Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight), self.mesh)
 
 
 def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -> int:

@@ -37,6 +37,7 @@ from zero_jax.training.optimizer.update import (
     value_dtype,
 )
 from zero_jax.training.state.checks import check_optimizer
+from zero_jax.training.state.gathering import gathered_params
 from zero_jax.training.state.matrix_updates import matrix_program, step_placement
 from zero_jax.training.state.placement import Placement, pinned
 from zero_jax.training.state.train_state import (
@@ -203,7 +204,7 @@ class _Program:
             state, batch, key = given
             masters = merge(state.masters, trained)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
-            params = placement.params_of(masters, into=state.params)
+            params = self.params_of(masters, state, placement)
             variables = placement.cast(joined(params, state.model_state))
             inputs, scale = (variables, batch, key), state.loss_scale
             computed = loss_and_grads(step_loss, inputs, needed=needed, loss_scale=scale, **options)
@@ -236,6 +237,10 @@ class _Program:
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
         return {"loss_fn": loss_fn, "grad_fn": lambda trained: with_grads(trained, given)[1]}
+
+    def params_of(self, masters: PyTree, state: TrainState, placement: Placement) -> PyTree:
+        """Returns params from new master params: themselves, or gathered copies written over those of the state."""
+        return masters if placement.params_are_masters else gathered_params(placement, masters, into=state.params)
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
@@ -312,7 +317,7 @@ class _Program:
         return TrainState(
             step=state.step + 1,
             # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-            params=keep_frozen(state.params, placement.params_of(updated.low, into=state.params), unchanged),
+            params=keep_frozen(state.params, self.params_of(updated.low, state, placement), unchanged),
             master=updated.masters if placement.keeps_copy else None,
             opt_state=updated.opt_state,
             key=state.key,

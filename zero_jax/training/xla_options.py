@@ -204,6 +204,8 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
     devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu" and not config.compiler_options:  # XLA:CPU runs one thing after another
+        return StepOptions(options=(), unknown=())
     # One of this process's own, which it can compile for (`_unknown`).
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1

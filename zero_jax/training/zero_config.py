@@ -171,9 +171,10 @@ class ZeroConfig:
         Raises:
           ValueError: a value that is no such setting, or a block size without anything to quantize.
         """
-        quantize, fields = check_quantize(self.quantize), self._fields_of("quantize_")
-        if quantize is None and fields == {"error_feedback": False}:
+        fields = self._fields_of("quantize_")
+        if self.quantize is None and fields in ({}, {"error_feedback": False}):
             return None
+        quantize = check_quantize(self.quantize)
         if quantize is None and fields and not fields.keys() & {"gathers", "grads"}:
             name = f"quantize_{next(iter(fields))}"
             raise ValueError(
@@ -188,15 +189,18 @@ class ZeroConfig:
         Raises:
           ValueError: a field that is no such setting, or one of the settings without `offload`.
         """
-        offload, fields = resolve_offload(self.offload), self._fields_of("offload_")
-        if fields and offload is None:
+        fields = self._fields_of("offload_")
+        if self.offload is None and not fields:
+            return None
+        offload = resolve_offload(self.offload)
+        if offload is None:
             name = f"offload_{next(iter(fields))}"
             raise ValueError(
                 f"{name}={getattr(self, name)!r} without offload: say what is kept in host memory, as offload='state'"
             )
         if "paths" in fields:
             fields["paths"] = [fields["paths"]]
-        return offload if offload is None else dataclasses.replace(offload, **fields)
+        return dataclasses.replace(offload, **fields)
 
     def _fields_of(self, prefix: str) -> dict[str, Any]:
         """Returns the fields of a prefix that are not None, by the rest of their names."""

@@ -11,7 +11,7 @@ from covering import covering_array
 from test_matrices import BATCH, init_eight, init_stacked, loss_fn, matrix_dims
 
 import zero_jax as zero
-from zero_jax.training.state import placement
+from zero_jax.training.state import gathering
 
 # Params of the loss in bf16, and products in float32: a step has the numbers of one device.
 BF16_PARAMS = zero.Precision(param=jnp.bfloat16, compute=jnp.float32, reduce=jnp.float32, master=jnp.float32)
@@ -63,7 +63,7 @@ def on_one_device(layers, is_rounded, mu_dtype):
 @pytest.mark.parametrize("row", [USUAL, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS)], ids=str)
 def test_a_step_and_an_evaluation_equal_one_device(row, monkeypatch):
     if row["stage"] == 2:  # stacks are gathered in parts of features, as large ones are
-        monkeypatch.setattr(placement, "_GATHERED_AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(gathering, "_GATHERED_AT_ONCE_BYTES", 0)
     tx, mesh, specs = optimizer(row["mu_dtype"]), zero.make_mesh(**SIZES[row["axes"]]), {}
     if row["axes"] == "model":
         specs = {"param_specs": SPECS}

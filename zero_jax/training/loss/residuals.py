@@ -13,7 +13,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.trace import share_staying, trace_step_loss
-from zero_jax.training.state.placement import Placement, train_state_shardings
+from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, choose_values, resolve_remat
 
@@ -71,7 +71,9 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     # But no experts that activations go to.
     stays, are_sharded = share_staying(loss.placement, traced.moves), "params" in loss.placement.groups
     gathered = traced.whole_bytes(are_sharded=are_sharded, scatters=_scatters(loss), stays=stays)
-    taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
+    stored = zip(*map(jax.tree.leaves, (state, train_state_shardings(state, loss.placement))), strict=True)
+    state_bytes = sum(shard_bytes(x, place) for x, place in stored if place.memory_kind in (None, "device"))
+    taken = state_bytes + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:
         raise ValueError(
@@ -80,12 +82,6 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
             "devices; or give a budget, as remat='auto:1'"
         )
     return int((usable - taken) / 1e6) / 1e3
-
-
-def _state_bytes(state: TrainState, placement: Placement) -> float:
-    shardings = train_state_shardings(state, placement)
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    return sum(shard_bytes(x, sharding) for x, sharding in leaves if sharding.memory_kind in (None, "device"))
 
 
 def _scatters(loss: StepLoss) -> bool:

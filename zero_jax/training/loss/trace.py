@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from zero_jax.core.device_put import is_on_host
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
-from zero_jax.core.tree import PyTree, check_arrays, key_shape
+from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
 from zero_jax.hlo import gathered_path
@@ -23,6 +23,7 @@ from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.chains import SENT, reshard_p
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.spec import dims_of, num_shards, without
+from zero_jax.training.batch import shapes_of_batch
 from zero_jax.training.loss.function import MeshLoss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
@@ -65,8 +66,7 @@ def pipeline_report(
       (4, 4)
     """
     check_arguments(loss_fn=loss_fn, mesh=mesh, config=config)
-    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    batch, loss = shapes_of_batch(batch), StepLoss.of(loss_fn, params, mesh=mesh, config=config)
     if loss.placement.num_stages == 1:
         why = f"the mesh {dict(mesh.shape)} has no axis `pipe`: make it with zero.make_mesh(pipe=...)"
         return PipelineReport(num_stages=1, num_microbatches=config.num_microbatches, why_none=why)
@@ -177,8 +177,8 @@ def trace_loss(
       >>> zero.trace_loss(loss_fn, shapes, batch, mesh=mesh, config=config).param_bytes
       16384.0
     """
-    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch, with_uses=True)
+    batch, loss = shapes_of_batch(batch), StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    return trace_step_loss(loss, params, batch, with_uses=True)
 
 
 def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses: bool = False) -> LossTrace:
@@ -195,7 +195,9 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
         stages = _reported_stages(loss, params, batch)
         if stages.why_none:
             raise ValueError(stages.why_none)
-        moves += _between_stages(stages, loss.placement.axes.pipe)
+        fields: dict[str, Any] = {"kind": "collective-permute", "axes": loss.placement.axes.pipe, "times": 1}
+        sent = ((loop.where, *of_phase) for loop in stages.loops for of_phase in loop.sent)
+        moves += [Move(source=at, phase=phase, dtype=kind, sent_bytes=x, **fields) for at, phase, kind, x in sent]
         schedule = resolve_schedule(stages.schedule)
         if schedule.is_interleaved:
             all_bytes = residuals.device_bytes
@@ -226,10 +228,8 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     axes_of_experts = {leaf.of_experts for leaf in jax.tree.leaves(placement.params)} - {()}
     if not axes_of_experts or "params" not in placement.groups or placement.num_stages > 1:
         return []
-    with on_mesh(placement.mesh):
-        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
-    for eqn, stack, times in _reshards(jaxpr, "", placement.grad_plan.num_microbatches):
+    for eqn, stack, times in _reshards_of(loss, variables, batch):
         if SENT not in stack:
             continue
         (aval,) = (var.aval for var in eqn.outvars)
@@ -257,10 +257,8 @@ def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[st
     is_plain = placement.num_stages == 1 and not (plan.once_over or plan.at_use)
     if "params" not in placement.groups or not is_plain or axis_size(placement.mesh, placement.axes.data) == 1:
         return {}
-    with on_mesh(placement.mesh):
-        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     eqns: dict[str, list[tuple[Any, str, int]]] = {}
-    for eqn, stack, times in _reshards(jaxpr, "", plan.num_microbatches):
+    for eqn, stack, times in _reshards_of(loss, variables, batch):
         path = gathered_path(stack)
         if path is not None and eqn.params["forward"].shardings and SENT not in stack:
             eqns.setdefault(path, []).append((eqn, _phase(stack), times))
@@ -298,6 +296,13 @@ def _steps(eqn: Any, *, phase: str, times: int) -> Iterator[Move]:
         yield Move(**fields, sent_bytes=sent, times=times, source=source_line(eqn))
 
 
+def _reshards_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> Iterator[tuple[Any, str, int]]:
+    """Returns the `_reshards` of the loss and its gradient as a step places them, in all microbatches."""
+    with on_mesh(loss.placement.mesh):
+        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, loss.placement).gradient()
+    return _reshards(jaxpr, "", loss.placement.grad_plan.num_microbatches)
+
+
 def _reshards(jaxpr: Any, stack: str, times: int) -> Iterator[tuple[Any, str, int]]:
     """Yields the equations that move params, activations and gradients, with their name stacks and times."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
@@ -310,16 +315,6 @@ def _reshards(jaxpr: Any, stack: str, times: int) -> Iterator[tuple[Any, str, in
 
 def _phase(stack: str) -> str:
     return "backward" if "transpose(" in stack else "forward"
-
-
-def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:
-    """Returns what a device sends to other stages in a step."""
-    fields: dict[str, Any] = {"kind": "collective-permute", "axes": pipe, "times": 1}
-    return [
-        Move(phase=phase, dtype=dtype, sent_bytes=sent_bytes, source=loop.where, **fields)
-        for loop in report.loops
-        for phase, dtype, sent_bytes in loop.sent
-    ]
 
 
 class _TracedLoss:

@@ -30,15 +30,10 @@ from zero_jax.program.jaxprs import conditional, inline_jit, is_literal, open_ja
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
+from zero_jax.training.optimizer.refusals import check_same_leaves, check_updates, described, explained
 
-# How optax's optimizers of matrices (muon, galore) refuse a leaf, which they do not name.
-_ASKS_FOR_MATRICES = re.compile(r"rank >= 2|shape \(m, n\)")
 # Zeros stay zeros in these.
 _KEEPS_ZEROS = SAME_ELEMENTS | {"neg", "slice"}
-_OFFERED = (
-    "a step calls update(grads, state, params), with the gradients of the mean loss of the batch, and can add "
-    "value, loss, grad, value_fn, obj_fn and grad_fn"
-)
 
 
 class Offers(NamedTuple):
@@ -87,10 +82,10 @@ def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offer
         except TypeError as error:
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if refused is None or extras.pop(refused[1], None) is None:
-                raise _explained(error, params) from error
+                raise explained(error, params) from error
         except (ValueError, AttributeError, LookupError) as error:
-            raise _explained(error, params) from error
-    _check_updates(updates, params)
+            raise explained(error, params) from error
+    check_updates(updates, params)
     return updates, new_state
 
 
@@ -332,28 +327,6 @@ def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], me
     return settled
 
 
-def described(tree: PyTree) -> list[tuple[str, Any, Any]]:
-    """Returns path, shape and dtype of each leaf."""
-    return [(name, x.shape, x.dtype) for name, x in leaves_by_name(tree).items()]
-
-
-def check_same_leaves(field: str, source: str, tree: PyTree, expected: PyTree, *, containers: bool = False) -> None:
-    """Raises `ValueError` for a part of a state whose leaves, or `containers` too, are not those its source makes."""
-    of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
-    if of_leaves(tree) == of_leaves(expected):  # names take time
-        return
-    have, need = ([f"{name} {x}{list(shape)}" for name, shape, x in described(each)] for each in (tree, expected))
-    odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
-    if have != need or containers:
-        holds = "it has its leaves in other containers"
-        if have != need:
-            holds = f"it holds {odd}, and the step needs {lacks}"
-        raise ValueError(
-            f"state.{field} does not match the {source}: {holds}. Make the state with the mesh, config and optimizer "
-            "that the step was made with"
-        )
-
-
 def _widened(old: PyTree, new: PyTree) -> PyTree:
     """Returns the shapes of a new state, each leaf promoted to a dtype that also holds the old values."""
     shapes = {name: (shape, dtype) for name, shape, dtype in described(old)}
@@ -398,36 +371,3 @@ def _unmasked(at: PyTree, params: PyTree) -> PyTree:
     """Fills the gaps that `optax.masked` left in a tree of params."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(lambda new, old: old if is_masked(new) else new, at, params, is_leaf=is_masked)
-
-
-def _check_updates(updates: PyTree, params: PyTree) -> None:
-    """Raises `ValueError` for updates that would be broadcast to the params, or are not of these params."""
-    have, need = ([leaf[:2] for leaf in described(tree)] for tree in (updates, params))
-    if have == need:
-        return
-    odd = next(x for x in [*need, *have] if (x in need) != (x in have))
-    has = next((list(shape) for name, shape in have if name == odd[0]), "none")
-    raise ValueError(
-        f"the optimizer's update for param {odd[0]!r} has shape {has}, not the param's {dict(need).get(odd[0])}: "
-        f"{_OFFERED}; give an optimizer that needs no gradients of single examples"
-    )
-
-
-def _explained(error: Exception, params: PyTree) -> ValueError:
-    """Returns an error that says what an optimizer's update lacks, and the remedy."""
-    text = " ".join(str(error).split())
-    missing = re.search(r"missing \d+ required .*?arguments?: (.*)", text)
-    if missing:
-        return ValueError(
-            f"the optimizer's update asks for {missing[1]}, which a step cannot make: {_OFFERED}. Wrap the optimizer "
-            "in an optax.GradientTransformationExtraArgs whose update makes the rest, or give another one"
-        )
-    remedy = "give an optimizer that needs no more (no gradients of single examples, for one)"
-    if "MaskedNode" in text:
-        remedy = "let masked or partition mask `grad` too, by mask_compatible_extra_args=True"
-    if "dtype promotion path" in text:
-        remedy = "call it under jax.numpy_dtype_promotion('standard'), which optimizers of optax need"
-    if _ASKS_FOR_MATRICES.search(text):
-        small = [f"{name!r} {list(shape)}" for name, shape, *_ in described(params) if len(shape) < 2]
-        remedy = f"give no rule of matrices for leaves without two dims: {', '.join(small) or 'none of the params'}"
-    return ValueError(f"the optimizer's update fails on what a step gives it ({text[:300]}): {_OFFERED}; {remedy}")

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import is_on_host, map_on_device, reshard_array
 from zero_jax.core.tree import PyTree, has_host_leaves, leaf_names, leaves_by_name, path_name, shapes_of, shown
 from zero_jax.program.jaxprs import is_array, is_traced
-from zero_jax.training.optimizer.update import check_same_leaves, first_opt_state
+from zero_jax.training.optimizer.refusals import check_same_leaves
+from zero_jax.training.optimizer.update import first_opt_state
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, new_grad_errors
 from zero_jax.training.state.train_state import TrainState, trainable

@@ -33,6 +33,7 @@ from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable, remember_copies
+from zero_jax.training.state.gathering import gathered_params
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import (
     NO_OTHERS,
@@ -190,7 +191,7 @@ def with_gathered_params(
     _, unchanged = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
 
     def gather(params: PyTree, masters: PyTree) -> PyTree:
-        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), unchanged)
+        return keep_frozen(params, gathered_params(placement, jax.tree.map(to_device, masters), into=params), unchanged)
 
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jax.jit(gather, out_shardings=shardings, donate_argnums=0)(state.params, state.masters)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import is_on_host, platform_of
 from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
-from zero_jax.sharding.chains import UPDATE, Chain, gather_scope, gather_shardings, reshard
+from zero_jax.sharding.chains import UPDATE, gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
@@ -35,8 +33,6 @@ ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 NO_OTHERS = (
     "keep what is no array out of the {}, as zero.from_equinox and equinox.partition(model, equinox.is_array) do"
 )
-# Whole params above this size are gathered after the update in parts.
-_GATHERED_AT_ONCE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,64 +240,6 @@ class Placement:
         shapes = {leaf.path: leaf.shape for leaf in jax.tree.leaves((self.params, self.model_state))}
         return on_host(self.offload, groups, shapes, min_size=self.config.min_shard_size)
 
-    def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
-        """Returns params from master params: themselves, or gathered copies written over the old params `into`."""
-        return masters if self.params_are_masters else self._gathered(masters, into=into)
-
-    def _gathered(self, tree: PyTree, *, into: PyTree) -> PyTree:
-        """Gathers params one mesh axis at a time, in the narrower dtype.
-
-        Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would otherwise
-        hold a full stack beside them; those that are sharded along the layers in as many parts of features. Stacks of
-        equally many parts share a loop, so that several gathers run at once.
-        """
-        dtype, param_axes = self.precision.param if self.keeps_copy else None, self.axes_of_group("params")
-        if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
-            return cast_floating(tree, dtype)  # nothing to gather: stage 0, or one device
-        leaves = jax.tree.leaves(lax.with_sharding_constraint(tree, self.param_shardings("master")))
-        placements = [dataclasses.replace(x, dims=x.update_dims or x.dims) for x in jax.tree.leaves(self.params)]
-        gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
-        for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
-            at = _dim_of_parts(placement)
-            num_parts = 1 if at is None else math.gcd(x.shape[0], x.shape[at])  # the layers, where `at` is their dim
-            if num_parts > 1 and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
-                stacks[num_parts].append(i)
-            else:
-                gathered[i] = self._gather_leaf(placement, cast_floating(x, dtype))
-        for num_parts, indices in stacks.items():
-            of_each = ([each[i] for i in indices] for each in (placements, leaves, gathered))
-            for i, x in zip(indices, self._gather_parts(num_parts, *of_each), strict=True):
-                gathered[i] = x
-        return jax.tree.unflatten(jax.tree.structure(tree), gathered)
-
-    def _gather_leaf(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
-        param_axes = self.axes_of_group("params")
-        not_over = (*param_axes, *placement.pipe)  # the result is sharded over these
-        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in not_over])
-        # A secondary shard is made at full precision: its own gathers, one for each use, are quantized.
-        quantize = None if param_axes else self.quantize
-        coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
-        with gather_scope(placement.path):
-            return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
-
-    def _gather_parts(
-        self, num_parts: int, placements: list[LeafPlacement], stacks: list[jax.Array], old_params: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Gathers stacks one part of each at a time, written over the old one."""
-
-        def gather_part(i: jax.Array, params: list[jax.Array]) -> list[jax.Array]:
-            new = []
-            for leaf, x, param in zip(placements, stacks, params, strict=True):
-                at = _dim_of_parts(leaf)
-                assert at is not None
-                size = x.shape[at] // num_parts
-                part = cast_floating(lax.dynamic_slice_in_dim(x, i * size, size, at), param.dtype)
-                new.append(lax.dynamic_update_slice_in_dim(param, self._gather_leaf(leaf, part), i * size, at))
-            return new
-
-        # Two parts at a time: while one is written, the other is gathered.
-        return lax.fori_loop(0, num_parts, gather_part, old_params, unroll=2)
-
 
 def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool] | None = None) -> list[Any]:
     """Constrains the leaves of a tree to shardings by one call, except where `but` is true; None: where they are."""
@@ -309,12 +247,6 @@ def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool] | No
     selected = [(x, s) for x, s, skip in zip(leaves, jax.tree.leaves(shardings), skips, strict=True) if not skip]
     constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [s for _, s in selected]))
     return [x if skip else next(constrained) for x, skip in zip(leaves, skips, strict=True)]
-
-
-def _dim_of_parts(leaf: LeafPlacement) -> int | None:
-    """Returns the dim along which a stack of layers is gathered in parts: one that is not sharded; None for others."""
-    unsharded = [i for i, axes in enumerate(leaf.dims) if not axes] if len(leaf.shape) > 2 else []
-    return next((i for i in unsharded if i == 0 or leaf.update_dims is not None), None)
 
 
 def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PathPatterns, PyTree, leaves_by_name, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
-from zero_jax.sharding.rules import LeafPlacement, ShardingReport, report_placements
+from zero_jax.sharding.rules import ShardingReport, report_placements
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
 from zero_jax.training.state.placement import NO_OTHERS, make_placement, train_state_shardings
@@ -72,12 +72,6 @@ def state_shardings(
     return tree.unflatten([shardings[name] for name in leaves])
 
 
-def _with_update(leaf: LeafPlacement, matrices: str | None) -> str:
-    """Returns the reason of a placement, with what the update does with its matrices."""
-    by_layers = "" if leaf.update_dims is None else "master params and optimizer state along the layers, "
-    return f"{leaf.reason}; update: {by_layers}{matrices}" if matrices else leaf.reason
-
-
 def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
     """Returns the subtree at a path, after a dict from the paths of its leaves in the state to those inside it."""
     names = leaves_by_name(state)
@@ -124,10 +118,11 @@ def sharding_report(
     else:
         placement = step_placement(params, check_optimizer(tx), mesh=mesh, config=config)
         matrices = matrices_of_leaves(tx, params, placement)
-        placed = [
-            dataclasses.replace(leaf, reason=_with_update(leaf, matrices.get(leaf.path)))
-            for leaf in jax.tree.leaves(placement.params)
-        ]
+        placed = jax.tree.leaves(placement.params)
+        for i, leaf in enumerate(placed):
+            if what := matrices.get(leaf.path):
+                by_layers = "" if leaf.update_dims is None else "master params and optimizer state along the layers, "
+                placed[i] = dataclasses.replace(leaf, reason=f"{leaf.reason}; update: {by_layers}{what}")
     return report_placements(
         (placed, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)
     )

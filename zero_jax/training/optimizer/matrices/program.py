@@ -99,8 +99,9 @@ class MatrixProgram:
     def all_dealings(self) -> list[Dealing]:
         """The groups of regions, with those of the branch of each `cond` that moves most."""
         dealings = list(self.dealings)
+        sent = lambda each: sum(move.sent_bytes for x in each for move in x.moves(x.over))  # noqa: E731
         for programs in self.branches.values():
-            dealings += max((program.all_dealings for program in programs), key=_sent_bytes)
+            dealings += max((program.all_dealings for program in programs), key=sent)
         return dealings
 
     def rewritten(self) -> Any:
@@ -182,10 +183,6 @@ def _with_shared_values(flat: Any) -> Any:
     return once_each(flat, is_shared)
 
 
-def _sent_bytes(dealings: Sequence[Dealing]) -> float:
-    return sum(move.sent_bytes for dealing in dealings for move in dealing.moves(dealing.over))
-
-
 def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     """Returns inner products of flattened arrays, as `jnp.vdot` makes them, with the arrays before that.
 
@@ -194,15 +191,12 @@ def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
     factors_of = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]) and eqn.invars[0].aval.ndim == 1:
+        is_number = not eqn.outvars[0].aval.shape and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        if eqn.primitive.name == "dot_general" and is_number and eqn.invars[0].aval.ndim == 1:
             factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
             if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
                 factors_of[eqn.outvars[0]] = factors
     return factors_of
-
-
-def _is_number(var: Any) -> bool:
-    return not var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
 class _Placed(Dataflow[Any]):

@@ -218,7 +218,8 @@ class TrainStep:
             options = step_options(program.mesh, program.config)
 
             def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-                self.last_call[0].refuse_trace()
+                if self.last_call[0].thread == threading.get_ident():  # within `repeat`
+                    raise ValueError("a leaf of the state was replaced")
                 return program.step(state, batch, placement=placement)
 
             jit = functools.partial(jax.jit, step, out_shardings=(shardings, None))
@@ -316,11 +317,6 @@ class _LastCall:
             self.thread = 0
         self.state = weakref.ref(remember_copies(results[0]))
         return results
-
-    def refuse_trace(self) -> None:
-        """Raises within `repeat`; called when the step is traced."""
-        if self.thread == threading.get_ident():
-            raise ValueError("a leaf of the state was replaced")
 
 
 _KIND = operator.attrgetter("__class__", "shape", "dtype", "sharding")

@@ -45,12 +45,6 @@ def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
     return keyword_only[0] if keyword_only else None
 
 
-def model_state_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
-    """Returns the parameter `model_state` of a loss function."""
-    named = [p for p in _parameters(loss_fn) if p.name == MODEL_STATE]
-    return next((p for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), None)
-
-
 @dataclasses.dataclass(frozen=True)
 class LossFunction:
     """A user's loss function with the signature `(variables, batch, key) -> (loss, (aux, model_state))`.
@@ -61,6 +55,7 @@ class LossFunction:
     function: Callable[..., Any]  # the user's function
     key: inspect.Parameter | None  # its parameter for a key, if it has one
     model_state: inspect.Parameter | None  # its parameter for the model state, if it has one
+    key_by_name: bool  # whether the key is passed by keyword, as it must be after `model_state`
     # Makes the context that it is called in: the mesh that attention in it is for
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -71,24 +66,15 @@ class LossFunction:
         Raises:
           ValueError: it cannot be called as a loss function.
         """
-        loss = cls(function, key_parameter(function), model_state_parameter(function), **options)
-        key = [] if loss.key is None else [loss.key.name if loss.key_by_name else "key"]
-        check_takes(
-            "loss_fn",
-            function,
-            ["params", "batch", *([] if loss.key_by_name else key)],
-            keywords=[*(key if loss.key_by_name else []), *([] if loss.model_state is None else [MODEL_STATE])],
-            remedy="give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state",
-        )
-        return loss
-
-    @property
-    def key_by_name(self) -> bool:
-        """Whether the key is passed by keyword, as it must be after `model_state`."""
-        if self.key is None or self.key.kind == self.key.KEYWORD_ONLY:
-            return self.key is not None
-        names = [parameter.name for parameter in _parameters(self.function)]
-        return MODEL_STATE in names[: names.index(self.key.name)]
+        parameters, key = {parameter.name: parameter for parameter in _parameters(function)}, key_parameter(function)
+        state, names = parameters.get(MODEL_STATE), [*parameters]
+        state = None if state is None or state.kind in (state.VAR_POSITIONAL, state.VAR_KEYWORD) else state
+        by_name = key is not None and (key.kind == key.KEYWORD_ONLY or MODEL_STATE in names[: names.index(key.name)])
+        positional = ["params", "batch", *([] if key is None or by_name else ["key"])]
+        keywords = [parameter.name for parameter in (key if by_name else None, state) if parameter is not None]
+        remedy = "give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state"
+        check_takes("loss_fn", function, positional, keywords=keywords, remedy=remedy)
+        return cls(function, key, state, by_name, **options)
 
     def named(self) -> Callable[..., Any]:
         """Returns a function with the name and source location of the user's function, for JAX's errors."""

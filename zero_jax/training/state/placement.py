@@ -168,14 +168,11 @@ class Placement:
         """Moves gradients to the shards of the master params, in their own dtype; None stays."""
         leaves, tree = jax.tree.flatten(self.params)
         of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
-        moved = self._in_rows if self._wants_rows else self._moved
+        # Laid out in rows, but not at stages 1 and 2, where XLA would keep them for longer.
+        in_rows = platform_of(self.mesh) == "tpu" and "params" in self.groups and self.offload is None
+        moved = self._in_rows if in_rows else self._moved
         with jax.named_scope(UPDATE):
             return tree.unflatten([x if x is None else moved(leaf, x) for leaf, x in of_each])
-
-    @property
-    def _wants_rows(self) -> bool:
-        """Whether gradients are laid out in rows: at stages 1 and 2 XLA would keep them for longer."""
-        return platform_of(self.mesh) == "tpu" and "params" in self.groups and self.offload is None
 
     def _in_rows(self, leaf: LeafPlacement, grad: jax.Array) -> jax.Array:
         """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.

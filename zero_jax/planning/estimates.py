@@ -100,7 +100,7 @@ class StepEstimate:
         costs, num_parts = model.value_costs(*key), self.num_parts * self.k
         budget_gb = remat.budget_gb
         if budget_gb is None:
-            taken = self.state_bytes + self.grad_bytes + self.other_bytes_of(model.trace(*key, Remat(policy="full")))
+            taken = self.state_bytes + self.grad_bytes + self.other_bytes(model.trace(*key, Remat(policy="full")))
             inputs = sum(block.input_bytes for block in costs) / num_parts
             budget_gb = max((1 - MEMORY_ROOM) * model.hardware.usable_bytes - taken + inputs, 0) / 1e9
         of_all = dataclasses.replace(remat, budget_gb=budget_gb * num_parts)
@@ -118,25 +118,15 @@ class StepEstimate:
 
     def estimated(self) -> Figures:
         """Returns bytes per device and seconds of a step."""
-        state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
+        state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes()
         remat = resolve_remat(self.model.policies[self.setting.policy].remat)
         return Figures(
-            bytes=self.bytes,
+            bytes=state + grads + other,
             seconds=self.seconds,
             note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",
             host_bytes=self.host_bytes + self.traced.residuals.host_bytes / (self.num_parts * self.k),
             fills=remat.policy == "auto" and remat.budget_gb is None,
         )
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of a device."""
-        return self.state_bytes + self.grad_bytes + self.other_bytes
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it needs nearly all of the memory."""
-        return self.bytes > FULL * self.model.hardware.usable_bytes
 
     @property
     def state_bytes(self) -> float:
@@ -159,15 +149,11 @@ class StepEstimate:
         num_devices = setting.pipe * (setting.data if "opt_state" in self.groups else 1)
         return self.model.offloaded(setting.model, stage, setting.offload) / num_devices
 
-    @property
-    def other_bytes(self) -> float:
-        """Bytes of activations and gathered params."""
-        if self.model.temporaries is not None:
+    def other_bytes(self, traced: LossTrace | None = None) -> float:
+        """Returns the bytes of activations and gathered params, by another trace of the loss if one is given."""
+        if self.model.temporaries is not None and traced is None:
             return self.model.temporaries(self.setting)
-        return self.other_bytes_of(self.traced)
-
-    def other_bytes_of(self, traced: LossTrace) -> float:
-        """Returns the bytes of activations and gathered params by a trace of the loss."""
+        traced = traced or self.traced
         how = {"are_sharded": "params" in self.groups, "scatters": self.grad_share < 1, "stays": self.staying_share}
         return self.activation_bytes(traced) + traced.whole_bytes(**how)
 
@@ -197,8 +183,13 @@ class StepEstimate:
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
         compute += roofline.moved_seconds(self.coded_bytes, roofline.efficiency.compiled[1])  # no product is beside it
         # Where memory is full, the compiler's scheduler has no room to start a collective early.
-        waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
-        waits += self.model_seconds + self.pipe_seconds + self.expert_seconds
+        is_full = self.state_bytes + self.grad_bytes + self.other_bytes() > FULL * hardware.usable_bytes
+        waits = self.data_seconds if is_full else roofline.exposed_seconds(self.data_seconds, compute)
+        waits += self.pipe_seconds + self.expert_seconds
+        # Of collectives over `model` none is hidden, as each block waits for its sums.
+        for move in self.traced.moves:
+            sent_bytes = move.sent_bytes / (self.num_parts * self.k)
+            waits += self.num_runs / setting.pipe * move.times * self.links.send_seconds(sent_bytes, move.axes)
         step = roofline.with_host_seconds(compute + waits, self.traced.residuals.host_bytes / self.num_parts)
         # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
@@ -337,12 +328,3 @@ class StepEstimate:
         between = (reduced + self.num_params * sizes.param_bytes) / num_shards
         seconds += shares[2] * links.gather_seconds(between, across)
         return seconds + 2 * shares[2] * links.gather_seconds(reduced / self.num_shards, axes.replica)
-
-    @property
-    def model_seconds(self) -> float:
-        """Seconds of the collectives over `model`; none is hidden, as each block waits for its sums."""
-        links, seconds = self.links, 0.0
-        runs = self.num_runs / self.setting.pipe  # of all layers
-        for move in self.traced.moves:
-            seconds += runs * move.times * links.send_seconds(move.sent_bytes / (self.num_parts * self.k), move.axes)
-        return seconds

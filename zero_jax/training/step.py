@@ -88,6 +88,7 @@ class Given(NamedTuple):
     loss: jax.Array
     loss_scale: LossScale | None
     rounding_key: jax.Array | None
+    functions: dict[str, Callable[[PyTree], Any]]  # those of `Offers`, if the optimizer calls any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,6 @@ class _Program:
         computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(computed.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        functions = self.objective(state, loss, arguments, needed) if traced.calls_functions else {}
         # By the gradients, not by their norm, which may overflow where all of them are finite.
         finite, unchanged = norm.first_nonfinite < 0, traced.unchanged(needed)
         given = Given(
@@ -121,8 +121,9 @@ class _Program:
             loss=computed.loss.astype(value_dtype(trainable(masters))),
             loss_scale=state.loss_scale,
             rounding_key=rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None,
+            functions=self.objective(state, loss, arguments, needed) if traced.calls_functions else {},
         )
-        update = functools.partial(self.update, placement=placement, functions=functions)
+        update = functools.partial(self.update, placement=placement)
         if offloaded is not None:
             # Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at
             # once would take as much memory as the offload saves.
@@ -262,17 +263,16 @@ class _Program:
         given: Given,
         *,
         placement: Placement,
-        functions: dict[str, Any],
         traced: TracedUpdate | None = None,
     ) -> UpdatedState:
         """Returns new master params and optimizer state; the old ones if a gradient is not finite.
 
-        `functions` are those of `Offers`; `traced` is the trace of the update for these arguments, if there is one.
+        `traced` is the trace of the update for these arguments, if there is one.
         """
         masters, trace = placement.precision.for_optimizer(stored), None
         params, limit = trainable(masters), self.config.norm_limit
         # optax needs a gradient for each param; the zeros of frozen ones are read by nothing.
-        offers = Offers(given.loss, fill_zeros(grads, masters), **functions)
+        offers = Offers(given.loss, fill_zeros(grads, masters), **given.functions)
         clipped = fill_zeros(grads if limit is None else given.norm.clip(grads, limit), masters)
         apply = lambda params, opt_state: apply_update(self.tx, clipped, opt_state, params, offers)  # noqa: E731
         if traced is not None and not traced.calls_functions:

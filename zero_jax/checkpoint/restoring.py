@@ -222,13 +222,18 @@ class _Restore:
         rebuilt = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
         return record, remember_copies(self.to_stage(TrainState(master=None, **rebuilt), record))
 
-    def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
-        """Returns the shapes and shardings of the state under a config."""
+    def shapes(self, config: ZeroConfig, leaf: SavedLeaf | None) -> TrainState:
+        """Returns the shapes and shardings of the state under a config, with a key of the kind that was saved."""
+        key: Any
+        if leaf is None or leaf.is_key:
+            key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.dtype[4:-1] if leaf else None))
+        else:
+            key = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         return abstract_state(self.init_fn, self.tx, key, mesh=self.mesh, config=config)
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
-        key, config = _key_shape(record.leaves.get("key")), dataclasses.replace(self.config, stage=3)
+        key, config = record.leaves.get("key"), dataclasses.replace(self.config, stage=3)
         if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
             return self.shapes(config, key)
         # Errors of gradients depend on the stage: take those of the target stage.
@@ -258,7 +263,7 @@ class _Restore:
 
     def to_stage(self, sharded: TrainState, record: Record) -> TrainState:
         """Makes the state of the target stage: low-precision copies, and that stage's shardings."""
-        target = self.shapes(self.config, _key_shape(record.leaves.get("key")))
+        target = self.shapes(self.config, record.leaves.get("key"))
         # A process that gathers nothing would leave others waiting whose stage gathers params.
         specs = {f"the spec of {name!r}": str(x.sharding.spec) for name, x in leaves_by_name(target).items()}
         agree_on("the train state that they restore", specs, remedy="all processes the same mesh and config")
@@ -393,10 +398,3 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     if cast is not x and _is_too_large(x, cast):
         raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
     return cast
-
-
-def _key_shape(leaf: SavedLeaf | None) -> Any:
-    if leaf is None or leaf.is_key:
-        impl = leaf.dtype[4:-1] if leaf else None
-        return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))

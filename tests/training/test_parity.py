@@ -364,9 +364,12 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     monkeypatch.setattr(gathering, "_GATHERED_AT_ONCE_BYTES", 0)
     rows, original = set(), gathering._gather_leaf
-    noted = lambda placement, leaf, x: (
-        (x.shape[0] < leaf.shape[0] and rows.add(leaf.path)) or original(placement, leaf, x)
-    )  # noqa: E731
+
+    def noted(placement, leaf, x):
+        if x.shape[0] < leaf.shape[0]:
+            rows.add(leaf.path)
+        return original(placement, leaf, x)
+
     monkeypatch.setattr(gathering, "_gather_leaf", noted)
     in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     assert {path.split("/")[-1] for path in rows} >= {"w_in", "w_out"}

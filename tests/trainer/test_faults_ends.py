@@ -10,6 +10,7 @@ import os
 import pathlib
 import resource
 import signal
+import sys
 import types
 
 import faults
@@ -23,6 +24,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint.array_writes import ArrayWrites
 from zero_jax.cli import commands as cli
+from zero_jax.core import output
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
 from zero_jax.training.state.checks import NonfiniteState
@@ -231,6 +233,25 @@ def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path
     assert result.status == "preempted" and result.num_steps in (5, 6)
     assert checkpoints(tmp_path)[-1] == f"step_{result.num_steps:08d}"
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=result.num_steps)
+
+
+def test_a_reader_of_the_log_that_does_not_read_stops_neither_the_run_nor_its_end(tmp_path, monkeypatch, tamper):
+    """As after Ctrl-S, in a pager, or where a collector of logs hangs."""
+    monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.05)
+    reading, writing = os.pipe()
+
+    def fill(*_):
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x")
+        os.set_blocking(writing, True)
+
+    tamper({2: fill})
+    with open(reading, "rb"), open(writing, "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = trainer.train(make_config(tmp_path, log_every=1), model=MODEL)
+    assert result.status == "done" and checkpoints(tmp_path)[-1] == "step_00000012"
 
 
 @pytest.mark.slow

@@ -75,6 +75,20 @@ def test_leaves_that_were_infinite_from_the_start_are_no_reason_to_stop(tmp_path
     assert checkpoints(tmp_path) == ["step_00000004"]
 
 
+def test_a_run_that_begins_with_params_that_are_not_finite_is_told_which(tmp_path):
+    """The gradients that are not finite are those of all leaves, and the first of these was named alone."""
+
+    def init_fn(key):
+        params = MODEL.init_fn(key)
+        return {**params, "embed": params["embed"].at[0, 0].set(jnp.nan)}
+
+    lines = []
+    config = make_config(tmp_path, max_nonfinite_steps=2)
+    result = trainer.train(config, model=dataclasses.replace(MODEL, init_fn=init_fn), log=lines.append)
+    assert result.status == "diverged"
+    assert any(line.endswith("params/embed was not finite when the run began: look there first") for line in lines)
+
+
 def test_the_library_says_which_leaf_is_not_finite_and_saves_it_where_it_is_allowed(tmp_path):
     mesh = zero.make_mesh(devices=jax.devices()[:2])
     params = {"a": jnp.ones((64, 64)), "b": jnp.full(3, jnp.nan), "count": jnp.arange(3)}

@@ -187,10 +187,10 @@ class Saver:
         self._wait()
         steps, why_none = self._steps()
         newest = f"that of step {max(steps)}" if steps else f"none: {why_none or 'there was no save before'}"
-        self._say(
-            f"stopping at step {step}: {why}. The last good checkpoint is {newest}. A smaller learning rate, a longer "
-            "warm-up or another seed may help"
-        )
+        remedy = "A smaller learning rate, a longer warm-up or another seed may help"
+        if self._nonfinite_at_start:
+            remedy = f"{min(self._nonfinite_at_start)} was not finite when the run began: look there first"
+        self._say(f"stopping at step {step}: {why}. The last good checkpoint is {newest}. {remedy}")
 
     def _wait(self) -> None:
         """Waits until the last save is complete or has failed, in all processes."""

@@ -272,7 +272,8 @@ def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tm
     assert all(line.endswith("there is no other checkpoint") for line in lines if "NOT saved" in line)
 
 
-@pytest.mark.parametrize("diverges", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("diverges", [False, True])
 def test_a_folder_that_cannot_be_listed_at_the_end_hides_neither_the_end_nor_its_reason(
     tmp_path, monkeypatch, diverges
 ):

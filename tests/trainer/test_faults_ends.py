@@ -75,6 +75,7 @@ def test_leaves_that_were_infinite_from_the_start_are_no_reason_to_stop(tmp_path
     assert checkpoints(tmp_path) == ["step_00000004"]
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_params_that_are_not_finite_is_told_which(tmp_path):
     """The gradients that are not finite are those of all leaves, and the first of these was named alone."""
 
@@ -249,6 +250,7 @@ def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=result.num_steps)
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_log_that_does_not_read_stops_neither_the_run_nor_its_end(tmp_path, monkeypatch, tamper):
     """As after Ctrl-S, in a pager, or where a collector of logs hangs."""
     monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.05)

@@ -6,10 +6,15 @@ import io
 import select
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TextIO, cast
 
 PATIENCE_SECONDS = 5.0
 _PIECE_CHARACTERS = 1024  # at most 4096 bytes, for which a pipe has room if it has any
+
+
+def unstalled(stream: TextIO) -> TextIO:
+    """Returns a stream like another one, which no writer waits for longer than some seconds."""
+    return cast(TextIO, UnstalledStream(lambda: stream))
 
 
 class UnstalledStream(io.TextIOBase):

@@ -33,7 +33,6 @@ from zero_jax.transforms.remat.values import (
     attention_cores,
     is_large,
     labels_of,
-    pinned_dims,
     products_with_weights,
     selects,
 )
@@ -170,9 +169,9 @@ class RematRegion:
         """What is known of its values; inputs that the region itself shards over the model are marked so."""
         known = self.setting.marked(self.jaxpr, self.marks)
         for eqn in self.jaxpr.eqns:
-            dims = pinned_dims(eqn, self.setting.axes.model)
-            for var in jaxprs.variables(eqn) if dims is not None else ():
-                if known.marks[var].dims is None:
+            if eqn.primitive.name in ("sharding_constraint", "zero_reshard"):
+                (var,), dims = eqn.invars, known.mark(eqn.outvars[0]).dims
+                if dims is not None and known.mark(var).dims is None:
                     known.marks[var] = dataclasses.replace(known.marks[var], dims=dims)
         return known
 

@@ -13,7 +13,7 @@ reduce-scatter, and one quantization for each axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,48 +24,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
-from zero_jax.program.dataflow import Flags
 from zero_jax.program.jaxprs import bind_mapped
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
-
-
-class _Uses(Flags):
-    """Which values are a param in another form; notes the equations that use it, and which of their operands it is."""
-
-    def __init__(self, forms: Collection[str], enters: frozenset[str]):
-        super().__init__()
-        self.forms, self.enters, self.is_returned = forms, enters, False
-
-    def slice_of(self, operand: bool) -> bool:
-        return False
-
-    def run(self, jaxpr: Any, inputs: Sequence[bool], env: dict[Any, bool] | None = None) -> list[bool]:
-        results = super().run(jaxpr, inputs, env)
-        self.is_returned = self.is_returned or any(results)
-        return results
-
-    def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
-        is_form = any(operands) and eqn.primitive.name in self.forms
-        if any(operands) and not is_form:
-            self.notes[id(eqn), tuple(operands)] = eqn, [i for i, is_param in enumerate(operands) if is_param]
-        return [is_form] * len(eqn.outvars)
-
-
-def param_uses(
-    jaxpr: Any, param: Any, *, forms: Collection[str], enters: frozenset[str]
-) -> tuple[list[tuple[Any, list[int]]], bool]:
-    """Returns the equations that use an input of a jaxpr, each with the numbers of the operands that it is.
-
-    The results of the primitives `forms` count as the param; slices that a loop takes of it are no uses. Also returns
-    whether the param itself is a result, of the jaxpr or of one in it.
-    """
-    uses = _Uses(forms, enters)
-    uses.run(jaxpr, [var is param for var in jaxpr.invars])
-    return list(uses.notes.values()), uses.is_returned
+from zero_jax.transforms.facts import param_uses
 
 
 def used_whole(jaxpr: Any, param: Any) -> bool:

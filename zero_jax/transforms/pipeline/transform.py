@@ -19,11 +19,12 @@ from zero_jax.dims import SAME, Relation, TraceComparison, dim_map
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import Subcall, equations_of, kind_of
+from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims, carries
+from zero_jax.transforms.facts import param_uses
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import (
     MOVED_WHOLE,
@@ -428,19 +429,9 @@ def _are_many(eqn: Any, stages: Stages) -> bool:
 
 
 def _is_multiplied(jaxpr: Any, table: Any) -> bool:
-    """Tells whether a variable is an operand of a product, as it is or transposed: that has a sum over stages."""
-    forms = {table}
-    for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in forms]
-        if places and eqn.primitive.name in MOVED_WHOLE:
-            forms.update(eqn.outvars)
-        elif places and kind_of(eqn) == "call":
-            inner, _ = jaxprs.open_jaxpr(jaxprs.inner_jaxprs(eqn)[0])
-            if any(_is_multiplied(inner, inner.invars[i]) for i in places):
-                return True
-        elif places and eqn.primitive.name == "dot_general":
-            return True
-    return False
+    """Tells whether an input is an operand of a product, as it is or transposed: that has a sum over stages."""
+    uses, _ = param_uses(jaxpr, table, forms=MOVED_WHOLE, enters=frozenset({"call"}))
+    return any(eqn.primitive.name == "dot_general" for eqn, _ in uses)
 
 
 def split_stages(

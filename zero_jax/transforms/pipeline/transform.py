@@ -189,7 +189,7 @@ class PipelinedProgram(LossProgram):
 
 def _num_layers(entry: FoundLoop) -> int:
     """Returns the layers of stages that take one microbatch forward and one backward; 0 if a scan is none of these."""
-    return entry.loop.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
+    return entry.loop.num_layers if entry.loop is not None and entry.loop.schedule.is_interleaved else 0
 
 
 def _left(entry: FoundLoop, why: str) -> FoundLoop:
@@ -215,13 +215,11 @@ def _forward(entry: FoundLoop) -> FoundLoop:
     """Returns a scan over layers all of whose microbatches go forward before the loss of one."""
     if entry.loop is None:
         return entry
-    stages = entry.loop.stages
-    if stages.num_microbatches % stages.num_stages:
-        number = f"{stages.num_microbatches} microbatches are no multiple of pipe"
+    if entry.loop.num_microbatches % entry.loop.num_stages:
+        number = f"{entry.loop.num_microbatches} microbatches are no multiple of pipe"
         return _left(entry, f"it is run before the chain of '1f1b', and {number}")
-    schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
-    loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
-    return dataclasses.replace(entry, loop=loop)
+    schedule = dataclasses.replace(entry.loop.schedule, is_interleaved=False)
+    return dataclasses.replace(entry, loop=dataclasses.replace(entry.loop, schedule=schedule))
 
 
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:

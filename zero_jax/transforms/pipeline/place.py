@@ -29,17 +29,11 @@ Pairs = tuple[tuple[int, int], ...]  # of stages: from where, and to where
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """Where stages run.
+    """Where stages run."""
 
-    Attributes:
-      mesh: the mesh.
-      pipe: the mesh axes of the stages.
-      batch: the mesh axes that the examples of a microbatch are sharded over; others may be mapped.
-    """
-
-    mesh: Mesh
-    pipe: tuple[str, ...]
-    batch: tuple[str, ...]
+    mesh: Mesh  # the mesh
+    pipe: tuple[str, ...]  # the mesh axes of the stages
+    batch: tuple[str, ...]  # the mesh axes that the examples of a microbatch are sharded over; others may be mapped
 
     @property
     def num_stages(self) -> int:

@@ -212,17 +212,11 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a microbatch is cut into equal parts.
+    """How a microbatch is cut into equal parts."""
 
-    Attributes:
-      shape: the shape that it is cut in, its examples, or the devices that have them, first.
-      dim: the dim that is cut, counted from the end; the last part may have padding.
-      part_size: the size of a part along it.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    part_size: int
+    shape: tuple[int, ...]  # the shape that it is cut in, its examples, or the devices that have them, first
+    dim: int  # the dim that is cut, counted from the end; the last part may have padding
+    part_size: int  # the size of a part along it
 
     @classmethod
     def of(cls, loop: LayerLoop, shape: Sequence[int]) -> Cut:

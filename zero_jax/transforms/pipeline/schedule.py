@@ -8,15 +8,11 @@ import re
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order in which microbatches go through the stages of a pipeline.
+    """The order in which microbatches go through the stages of a pipeline."""
 
-    Attributes:
-      num_groups: the groups of layers of a stage, which a microbatch goes through one round after another.
-      is_interleaved: whether a stage takes one microbatch forward and one backward in turn (1F1B), and not all forward
-        and then all backward.
-    """
-
-    num_groups: int = 1
+    num_groups: int = 1  # the groups of layers of a stage, which a microbatch goes through one round after another
+    # Whether a stage takes one microbatch forward and one backward in turn (1F1B), and not all forward and then all
+    # backward
     is_interleaved: bool = False
 
     def __str__(self) -> str:

@@ -275,17 +275,13 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovedGrads:
-    """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs.
+    """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs."""
 
-    Attributes:
-      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum. A device sends
-        this part of the params to the stages, too.
-      copies: the mesh axes over which devices have the same params.
-      moves: what moves the sum of a leaf to where it is stored, of those that are to be moved.
-    """
-
+    # For each leaf of params, by its number, its path and the mesh axes of the dims of that sum. A device sends this
+    # part of the params to the stages, too.
     parts: Mapping[int, tuple[str, Dims]]
-    copies: tuple[str, ...]
+    copies: tuple[str, ...]  # the mesh axes over which devices have the same params
+    # What moves the sum of a leaf to where it is stored, of those that are to be moved
     moves: dict[int, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
 
 

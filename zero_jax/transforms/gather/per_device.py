@@ -19,12 +19,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
-from zero_jax.program.jaxprs import bind_mapped
+from zero_jax.program.jaxprs import bind_mapped, new_primitive
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
@@ -275,8 +274,7 @@ class DeviceSum:
 # devices; `jax.vmap` over devices makes a sum of it, whose result is again the same for all. A gradient is summed at
 # one place: at the param itself, `refusal` stands for what no use has summed.
 
-summed_use_p = jex_core.Primitive("zero_summed_use")
-device_sum_p = jex_core.Primitive("zero_device_sum")
+summed_use_p, device_sum_p = new_primitive("zero_summed_use"), new_primitive("zero_device_sum")
 
 
 def summed_use(x: jax.Array, how: DeviceSum) -> jax.Array:
@@ -304,10 +302,7 @@ def _sum_map(axis_data: Any, args: Any, dims: Any, *, how: DeviceSum) -> tuple[A
     return how(jnp.moveaxis(stack, dim, 0)).astype(stack.dtype), None  # not mapped
 
 
-for _primitive, _other in ((summed_use_p, device_sum_p), (device_sum_p, summed_use_p)):
-    _primitive.def_abstract_eval(lambda x, *, how: x)
-    _primitive.def_impl(lambda x, *, how: x)
-    ad.deflinear2(_primitive, lambda ct, x, *, how, other=_other: [other.bind(ct, how=how)])
-    mlir.register_lowering(_primitive, lambda ctx, x, *, how: [x])
+ad.deflinear2(summed_use_p, lambda cotangent, _, *, how: [device_sum_p.bind(cotangent, how=how)])
+ad.deflinear2(device_sum_p, lambda cotangent, _, *, how: [summed_use_p.bind(cotangent, how=how)])
 batching.fancy_primitive_batchers[summed_use_p] = _no_map
 batching.fancy_primitive_batchers[device_sum_p] = _sum_map

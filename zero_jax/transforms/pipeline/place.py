@@ -12,13 +12,12 @@ import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
-from zero_jax.program.jaxprs import define_tangents, of_some
+from zero_jax.program.jaxprs import define_tangents, new_primitive, of_some
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named
 
@@ -168,9 +167,6 @@ def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
 
 # Primitives, because nothing maps a `jax.shard_map` of some axes over others by `spmd_axis_name`.
 
-send_p = jex_core.Primitive("zero_send")
-own_p = jex_core.Primitive("zero_own")
-
 
 def is_never_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Tells remat policies whether they keep nothing that a primitive makes: it may take a layer, or is complex.
@@ -225,8 +221,7 @@ def _transpose(cotangent: Any, x: Any, *, pairs: Pairs, **params: Any) -> list[A
     return [send_p.bind(cotangent, pairs=tuple((target, source) for source, target in pairs), **params)]
 
 
-send_p.def_abstract_eval(lambda x, **_: x)
-send_p.def_impl(_send)
+send_p = new_primitive("zero_send", _send)
 define_tangents(
     send_p,
     lambda x, **params: send_p.bind(x, **params),
@@ -234,10 +229,7 @@ define_tangents(
 )
 ad.primitive_transposes[send_p] = _transpose
 batching.primitive_batchers[send_p] = _batch
-mlir.register_lowering(send_p, mlir.lower_fun(_send, multiple_results=False))
 
-own_p.def_abstract_eval(_own_aval)
-own_p.def_impl(_own)
+own_p = new_primitive("zero_own", _own, aval=_own_aval)
 ad.primitive_jvps[own_p] = _own_jvp
 batching.primitive_batchers[own_p] = _batch_own
-mlir.register_lowering(own_p, mlir.lower_fun(_own, multiple_results=False))

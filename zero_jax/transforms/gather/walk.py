@@ -68,15 +68,6 @@ class GatherFrame:
     sent: dict[Any, tuple[Any, SentValue]] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedRegion:
-    """A `jax.checkpoint` that is walked."""
-
-    jaxpr: Any  # its jaxpr, so that its id stays its own
-    function: Callable[..., list[Any]]  # from arrays to arrays
-    params_only: list[bool]  # which results depend on params only; known when the function has been traced
-
-
 @dataclasses.dataclass(frozen=True)
 class OwnGrads:
     """The operands of an equation whose gradients are made in a way of their own."""
@@ -98,7 +89,8 @@ class GatherWalk(Walk[GatherFrame]):
         self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
-        self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
+        # Each `jax.checkpoint` that is walked; of those of equal layers JAX traces and differentiates one
+        self.regions: dict[Any, tuple[Callable[..., list[Any]], list[bool]]] = {}
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
 
     def within(self, options: GatherOptions, batch_sizes: frozenset[int], examples: Examples) -> GatherWalk:
@@ -409,16 +401,16 @@ class GatherWalk(Walk[GatherFrame]):
         prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
         policy, prevent_cse = eqn.params["policy"], packed.spread(eqn.params["prevent_cse"])
-        key = (id(sub.jaxpr), policy, prevent_cse, packed.key)
+        key = (id(sub.jaxpr), policy, prevent_cse, packed.key)  # the region holds the jaxpr: its id stays its own
         if self.records or key not in self.regions:
             self.regions[key] = self.shared(sub.jaxpr, packed, prevent_cse=prevent_cse, policy=refuse_gathered(policy))
-        region = self.regions[key]
+        region, params_only = self.regions[key]
         with jaxprs.source_context(eqn), params_scope(prefix):
-            outs = region.function(*packed.arrays)
-        return [Value(out, only) for out, only in zip(outs, region.params_only, strict=True)]
+            outs = region(*packed.arrays)
+        return [Value(out, only) for out, only in zip(outs, params_only, strict=True)]
 
-    def shared(self, jaxpr: Any, packed: Packed, **options: Any) -> SharedRegion:
-        """Returns a `jax.checkpoint` of a walk over a jaxpr."""
+    def shared(self, jaxpr: Any, packed: Packed, **options: Any) -> tuple[Callable[..., list[Any]], list[bool]]:
+        """Returns a `jax.checkpoint` of a walk over a jaxpr; and of its results, once traced, which are params only."""
         params_only: list[bool] = []
         packed = packed.without_arrays()
 
@@ -428,7 +420,7 @@ class GatherWalk(Walk[GatherFrame]):
             return [array_of(self.options, out) for out in outs]
 
         # Not in a nested `jit`, of which JAX would keep the derivative: all it inlines gets the line of its call.
-        return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
+        return jax.checkpoint(call, **options), params_only
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

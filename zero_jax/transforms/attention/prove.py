@@ -13,7 +13,8 @@ from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.evaluation import first_of_equals
 from zero_jax.transforms.attention.dims import shape_of
-from zero_jax.transforms.attention.softmax import Followed, Lost, RowTest, attended, follow, logits_of
+from zero_jax.transforms.attention.followed import Followed, Lost, RowTest
+from zero_jax.transforms.attention.softmax import attended, follow, logits_of
 from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation
 
 

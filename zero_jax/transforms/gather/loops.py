@@ -22,7 +22,7 @@ from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named, without
-from zero_jax.transforms.blocks import num_bytes
+from zero_jax.transforms.eqn_sequence import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole

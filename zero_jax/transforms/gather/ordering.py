@@ -23,7 +23,8 @@ from jax.interpreters import ad, batching
 from zero_jax.dims import ELEMENTWISE, is_activation, is_float, moves_elements
 from zero_jax.program import jaxprs
 from zero_jax.program.walk import Packed
-from zero_jax.transforms.blocks import EqnSequence, find_blocks
+from zero_jax.transforms.blocks import find_blocks
+from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
 

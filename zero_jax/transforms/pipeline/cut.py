@@ -24,8 +24,7 @@ from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of,
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.place import StagePlace, is_never_kept
-from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.pipeline.place import Schedule, StagePlace, is_never_kept
 from zero_jax.transforms.separable.separability import operations
 
 # A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by

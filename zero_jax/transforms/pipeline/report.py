@@ -8,8 +8,8 @@ from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
+from zero_jax.transforms.pipeline.place import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.ring import num_moved
-from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,9 @@ from zero_jax.transforms.pipeline.microbatch import (
     by_microbatch,
     variables_with_gradient,
 )
-from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
-from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 

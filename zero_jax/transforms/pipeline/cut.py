@@ -333,7 +333,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
         # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
         recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
     return LayerLoop(
-        **vars(stages) | {"recompute": recompute},
+        **vars(dataclasses.replace(stages, recompute=recompute)),
         num_layers=scan.length,
         layer=layer,
         consts=tuple(consts),

@@ -1607,8 +1607,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("head", [x if x == "transposed" else pytest.param(x, marks=pytest.mark.slow) for x in HEADS])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    ("stage", "head"),  # how a head is written is the same to all stages
+    [
+        (1, "transposed"),
+        *(pytest.param((i + 1) % 2, head, marks=pytest.mark.slow) for i, head in enumerate(HEADS) if i),
+        pytest.param(0, "transposed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_table_that_is_the_head_too_trains_as_on_one_device(stage, head):
     def tied(params, batch):
         x = params["embed"][batch["tokens"]]
@@ -1671,7 +1677,7 @@ def test_on_a_tpu_what_waits_to_enter_and_to_leave_is_not_copied_in_a_tick(stage
     params = {"layers": np.zeros((4, 256, 256), np.float32)}
     loss = lambda p, b: jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b["x"], p["layers"])[0]).mean()  # noqa: E731
     batch, mesh = {"x": np.zeros((128, 64, 256), np.float32)}, zero.make_mesh(topology="v5p:2x2x1", pipe=2)
-    fields = {"stage": stage, "num_microbatches": 8, "precision": "bf16"}
+    fields = {"stage": stage, "num_microbatches": 8, "precision": "bf16", "overlap": False}
     text = lowered(loss, params=params, batch=batch, mesh=mesh, **fields).compile().as_text()
     loops = re.sub(r"^ENTRY .*?^}", "", text, flags=re.MULTILINE | re.DOTALL)
     copied = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", loops)]
@@ -1817,7 +1823,7 @@ def test_large_gradients_of_stages_are_reduce_scattered_in_the_reduce_dtype(pipe
 
     mesh, batch = zero.make_mesh(topology="v5p:2x2x2", pipe=2), {"x": like((64, 2048), np.float32)}
     precision = zero.Precision(compute=jnp.bfloat16, reduce=jnp.float32)
-    fields = {"stage": 2, "num_microbatches": 4, "precision": precision, "pipeline": pipeline}
+    fields = {"stage": 2, "num_microbatches": 4, "precision": precision, "pipeline": pipeline, "overlap": False}
     compiled = lowered(loss_fn, params=params, batch=batch, mesh=mesh, **fields).compile()
     rows = [x for x in zero.comms.measure(compiled, mesh=mesh).rows if x.kind in ("all-reduce", "reduce-scatter")]
     assert {x.kind for x in rows if x.total_sent_bytes > 2048 * 8192} == {"reduce-scatter"}

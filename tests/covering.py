@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 
 def pairs_of(row):
     """Returns the pairs of `(factor, value)` that a row covers."""
@@ -41,3 +43,11 @@ def covering_array(factors, *, seed=0, num_tries=30):
         rows.append({name: best[name] for name in factors})
         open_pairs -= pairs_of(best)
     return rows
+
+
+def quick_by_turns(first, second):
+    """Returns all pairs as parameters, slow but for one of each value of `first`, with those of `second` by turns."""
+    turns = itertools.cycle(range(len(second)))
+    for value, turn in zip(first, turns, strict=False):
+        for i, other in enumerate(second):
+            yield pytest.param(value, other, marks=[] if i == turn else [pytest.mark.slow])

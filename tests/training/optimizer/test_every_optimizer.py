@@ -294,16 +294,20 @@ def test_a_rule_of_matrices_for_a_vector_is_named():
 
 
 @pytest.mark.parametrize(
-    ("made", "used", "message"),
+    ("stage", "made", "used", "message"),
     [
-        (optax.sgd(0.1), optax.adam(0.1), r"it holds no other leaf, and the step needs 0/count int32\[\]"),
-        (optax.adam(0.1), optax.amsgrad(0.1), r"it holds no other leaf, and the step needs 0/nu_max/b float32\[12\]"),
-        (optax.adam(0.1), optax.lion(0.1), r"it holds 0/nu/b float32\[12\], and the step needs no other leaf"),
-        (optax.adam(0.1), optax.adamw(0.1), r"it has its leaves in other containers"),
+        (1, optax.sgd(0.1), optax.adam(0.1), r"it holds no other leaf, and the step needs 0/count int32\[\]"),
+        (
+            3,
+            optax.adam(0.1),
+            optax.amsgrad(0.1),
+            r"it holds no other leaf, and the step needs 0/nu_max/b float32\[12\]",
+        ),
+        (1, optax.adam(0.1), optax.lion(0.1), r"it holds 0/nu/b float32\[12\], and the step needs no other leaf"),
+        (3, optax.adam(0.1), optax.adamw(0.1), r"it has its leaves in other containers"),
     ],
     ids=["adam", "amsgrad", "lion", "adamw"],
 )
-@pytest.mark.parametrize("stage", [1, 3])
 def test_the_state_of_another_optimizer_is_named(made, used, message, stage):
     """Its update fails, which says nothing of what the optimizer needs."""
     state, _ = reference.make_trainer(loss_fn, made, mesh=mesh_of(MESH), params=host_params(), stage=stage)

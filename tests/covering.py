@@ -47,7 +47,6 @@ def covering_array(factors, *, seed=0, num_tries=30):
 
 def quick_by_turns(first, second):
     """Returns all pairs as parameters, slow but for one of each value of `first`, with those of `second` by turns."""
-    turns = itertools.cycle(range(len(second)))
-    for value, turn in zip(first, turns, strict=False):
-        for i, other in enumerate(second):
-            yield pytest.param(value, other, marks=[] if i == turn else [pytest.mark.slow])
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(x, y, marks=marks[i % len(second) == j]) for (i, x), (j, y) in pairs]

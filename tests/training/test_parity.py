@@ -397,7 +397,7 @@ def test_params_of_8_bits(stage, num_microbatches):
     assert state.params["layers"]["w_in"].dtype == expected["layers"]["w_in"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("uint4", marks=pytest.mark.slow)])
 def test_integers_of_4_bits(dtype):
     """JAX promotes them to no other dtype, either: a frozen base beside trained weights."""
     params = reference.host_params()

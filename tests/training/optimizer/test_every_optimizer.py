@@ -379,7 +379,7 @@ def sent_by_update(name):
     else:
         init_fn = init
     loss = lambda params, batch: batch.mean() * sum(jnp.square(x).sum() for x in jax.tree.leaves(params))  # noqa: E731
-    config = zero.ZeroConfig(stage=3)
+    config = zero.ZeroConfig(stage=3, overlap=False)
     state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
     lowered = zero.make_train_step(loss, tx, mesh=mesh, config=config).lower(state, jax.ShapeDtypeStruct((16,), "f4"))
     sent = zero.comms.measure(lowered.compile(), unknown_trip_count=1).sent_bytes

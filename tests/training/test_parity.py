@@ -344,7 +344,7 @@ def test_every_microbatch_has_its_own_key(stage, mesh):
     assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_evaluates_without_an_optimizer(stage):
     config, batch = reference.make_config(stage=stage), weighted_batches()[0]
     evaluate = zero.make_eval_step(weighted_loss, mesh=mesh_of("4"), config=config)

@@ -169,7 +169,7 @@ def compare(tx, *, stage, asks=(), params=None, loss=loss_fn, num_steps=3, **fie
     return state
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_frozen_before_it_is_scaled_stays(stage):
     compare(optax.chain(optax.freeze({"w": True, "b": False}), optax.sgd(0.1)), stage=stage)
 

@@ -375,7 +375,7 @@ def test_a_product_gives_its_gradient_in_the_dtype_asked_for():
         np.testing.assert_allclose(np.asarray(got, np.float32), exact, rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_complex_gradients_are_summed_in_their_own_dtype(stage):
     """A narrow reduce dtype would leave their imaginary parts out."""
 

@@ -493,10 +493,10 @@ def test_leaves_without_elements(stage, axes):
 @pytest.mark.parametrize(
     ("stage", "mesh_sizes", "config"),
     [
-        (3, {}, {}),
+        pytest.param(3, {}, {}, marks=pytest.mark.slow),
         (3, {}, {"remat": "full", "num_microbatches": 2}),
         (1, {}, {"num_microbatches": 2}),
-        (1, {"pipe": 2}, {"num_microbatches": 2}),
+        pytest.param(1, {"pipe": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
         (1, {"pipe": 2}, {"num_microbatches": 2, "pipeline": "1f1b"}),
     ],
 )

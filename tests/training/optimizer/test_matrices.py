@@ -512,14 +512,15 @@ def sent_bytes(tx, init_fn, stage):
     return zero.comms.measure(step.lower(state, shapes).compile()).sent_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "init_fn", "stage"),
     [
-        pytest.param("muon", init_stacked, 3, marks=SLOW),
+        ("muon", init_stacked, 3),
         ("muon", init_layers, 3),
-        pytest.param("every second step", init_layers, 3, marks=SLOW),
-        pytest.param("at times", init_layers, 3, marks=SLOW),
-        pytest.param("one by one", init_eight, 2, marks=SLOW),
+        ("every second step", init_layers, 3),
+        ("at times", init_layers, 3),
+        ("one by one", init_eight, 2),
     ],
 )
 def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn, stage):

@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 
 def pairs_of(row):
     """Returns the pairs of `(factor, value)` that a row covers."""
@@ -41,3 +43,10 @@ def covering_array(factors, *, seed=0, num_tries=30):
         rows.append({name: best[name] for name in factors})
         open_pairs -= pairs_of(best)
     return rows
+
+
+def quick_by_turns(first, second):
+    """Returns all pairs as parameters, slow but for one of each value of `first`, with those of `second` by turns."""
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(x, y, marks=marks[i % len(second) == j]) for (i, x), (j, y) in pairs]

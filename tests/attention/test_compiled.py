@@ -38,6 +38,7 @@ def compiled_text(mesh, **options):
     return lowered(mesh, **options).compile().as_text()
 
 
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "options", [{}, {"num_key_heads": 2, "segment_ids": jnp.zeros((8, 200), jnp.int32), "local_window_size": (50, 0)}]
 )
@@ -47,6 +48,7 @@ def test_a_tpu_runs_splash_attention_on_its_own_examples_and_heads(options):
     assert not COLLECTIVES.search(text)
 
 
+@pytest.mark.tpu_compiler
 @pytest.mark.slow
 def test_a_tpu_adds_the_parts_of_the_queries_cotangent_and_does_not_reduce_a_leading_dim():
     text = compiled_text(zero.make_mesh(topology="v5p:1x1x1"), num_tokens=2048)
@@ -54,6 +56,7 @@ def test_a_tpu_adds_the_parts_of_the_queries_cotangent_and_does_not_reduce_a_lea
     assert not re.search(r"\breduce\(.*dimensions=\{1\}", text)
 
 
+@pytest.mark.tpu_compiler
 def test_what_processes_compare_has_constants_but_no_bodies_of_kernels_which_have_names_of_files():
     segments = jax.random.randint(jax.random.key(0), (8, 200), 0, 9)
     program = lowered(zero.make_mesh(topology="v5p:2x2x2", data=4, model=2), segment_ids=segments)

@@ -278,7 +278,7 @@ def test_gather_on_use_on_a_mesh_of_ones_own():
     assert {event.path for event in report.events} == {"up", "down"}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_train_on_a_mesh_of_ones_own(stage):
     mesh, tx = own_mesh(dp=2, fsdp=4), optax.adam(1e-2)
     axes = {"data_axes": ("fsdp",), "replica_axes": ("dp",)}

@@ -208,7 +208,7 @@ def test_simulated_devices_have_one_program_in_flight():
     assert metrics.loss.is_ready()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loss_that_is_a_number(stage):
     """As where a part of a loss is switched off."""
     state, step = make_trainer(lambda params, batch: 3.0, stage=stage, num_microbatches=2)

@@ -86,7 +86,7 @@ def token_loss(params, batch):
     return (errors * batch["num_tokens"]).sum() / batch["num_tokens"].sum()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_are_weighed_by_their_tokens_and_empty_ones_left_out(stage):
     num_microbatches, mesh = 3, mesh_of("4")
     fields = {"stage": stage, "mesh": mesh, "num_microbatches": num_microbatches}
@@ -114,7 +114,7 @@ def test_the_loss_scale_and_clipping_leave_it_alone(stage):
     np.testing.assert_allclose(metrics.small_grad_norm_sq, expected, rtol=2.0**-8)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_microbatches_nothing_is_told(stage):
     state, step = make_trainer(loss_fn, optax.sgd(1e-2), stage=stage, mesh=mesh_of("2"), noise_scale=True)
     metrics = jax.eval_shape(step.program.step, state, make_batch(0))[1]

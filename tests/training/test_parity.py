@@ -344,7 +344,7 @@ def test_every_microbatch_has_its_own_key(stage, mesh):
     assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_evaluates_without_an_optimizer(stage):
     config, batch = reference.make_config(stage=stage), weighted_batches()[0]
     evaluate = zero.make_eval_step(weighted_loss, mesh=mesh_of("4"), config=config)
@@ -402,7 +402,7 @@ def test_params_of_8_bits(stage, num_microbatches):
     assert state.params["layers"]["w_in"].dtype == expected["layers"]["w_in"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("uint4", marks=pytest.mark.slow)])
 def test_integers_of_4_bits(dtype):
     """JAX promotes them to no other dtype, either: a frozen base beside trained weights."""
     params = reference.host_params()
@@ -498,10 +498,10 @@ def test_leaves_without_elements(stage, axes):
 @pytest.mark.parametrize(
     ("stage", "mesh_sizes", "config"),
     [
-        (3, {}, {}),
+        pytest.param(3, {}, {}, marks=pytest.mark.slow),
         (3, {}, {"remat": "full", "num_microbatches": 2}),
         (1, {}, {"num_microbatches": 2}),
-        (1, {"pipe": 2}, {"num_microbatches": 2}),
+        pytest.param(1, {"pipe": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
         (1, {"pipe": 2}, {"num_microbatches": 2, "pipeline": "1f1b"}),
     ],
 )

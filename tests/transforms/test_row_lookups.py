@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import covering_array
 from reference import mesh_of
 
 import zero_jax as zero
@@ -37,12 +38,20 @@ def numbered(rows, indices, axis, mode):
     return jax.jit(lambda x, i: x.at[examples[:, None], places, i].get(mode=mode))(rows, indices)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
-@pytest.mark.parametrize("axis", [-1, 1])
-@pytest.mark.parametrize("num_examples", [1, 3])
-@pytest.mark.parametrize("look_up", [picked, by_example, numbered])
-def test_values_and_derivatives_are_the_same(look_up, num_examples, axis, mode, dtype):
+LOOK_UPS = {look_up.__name__: look_up for look_up in (picked, by_example, numbered)}
+FACTORS = {
+    "look_up": [*LOOK_UPS],
+    "num_examples": [1, 3],
+    "axis": [-1, 1],
+    "mode": ["fill", "clip", "promise_in_bounds"],
+    "dtype": ["float32", "bfloat16"],
+}
+
+
+@pytest.mark.parametrize("row", covering_array(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_values_and_derivatives_are_the_same(row):
+    num_examples, axis, mode, dtype = (row[name] for name in ("num_examples", "axis", "mode", "dtype"))
+    look_up = LOOK_UPS[row["look_up"]]
     rows = jax.random.normal(jax.random.key(0), (num_examples, 7, 7)).astype(dtype).at[0, 2, 2].set(jnp.inf)
     indices = jnp.tile(INDICES, (num_examples, 1)) % (7 if mode == "promise_in_bounds" else 100)
 
@@ -116,6 +125,8 @@ def numbered_loss(logits, targets):
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.full_effort
 @pytest.mark.parametrize(
     ("stage", "num_microbatches", "losses_of"),
     [

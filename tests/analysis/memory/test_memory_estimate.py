@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from covering import covering_array
 from jax.sharding import PartitionSpec
 from paper_formulas import PAPER_CASES, model_state_bytes
 from reference import MIN_SHARD_SIZE, host_params, init_params, make_config, mesh_of
@@ -59,9 +60,10 @@ def assert_explained(got):
         assert group.device_bytes - group.formula_bytes == pytest.approx(reasons, abs=1e-6), group.name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("mesh", ["8", "3", "replica"])
+STATES = covering_array({"stage": STAGES, "precision": ["fp32", "bf16", "fp16"], "mesh": ["8", "3", "replica"]})
+
+
+@pytest.mark.parametrize(("stage", "precision", "mesh"), [tuple(row.values()) for row in STATES])
 def test_state_bytes_are_those_of_live_arrays(stage, precision, mesh):
     tx, config = optax.adamw(1e-2), make_config(stage=stage, precision=precision)
     state = zero.init_state(host_params(), tx, jax.random.key(0), mesh=mesh_of(mesh), config=config)

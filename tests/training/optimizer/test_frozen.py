@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import quick_by_turns
 from gathering import examples, normal
 from reference import mesh_of
 
@@ -51,8 +52,7 @@ def loss(params, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ params["base"].astype(x.dtype)) @ params["head"].astype(x.dtype)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), quick_by_turns([0, 1, 2, 3], ["fp32", "bf16"]))
 def test_frozen_params_stay_bit_for_bit_and_the_others_are_trained(stage, precision):
     mesh, tx = mesh_of("8"), freezing(ZERO)
     config = zero.ZeroConfig(stage=stage, precision=precision, min_shard_size=1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import quick_by_turns
 from gathering import activations, check, compiled_step, compiled_traffic, normal
 from jax import lax
 from reference import mesh_of
@@ -87,8 +88,10 @@ def loss(layer, params, batch):
     return jnp.mean(jnp.square((x + y).astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("layer", [ragged, one_hot, slots, sorted_rows, expert_choice, by_example])
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    ("layer", "reduce_dtype"),
+    quick_by_turns([ragged, one_hot, slots, sorted_rows, expert_choice, by_example], [None, jnp.float32]),
+)
 def test_mixing_keeps_values_and_gradients(layer, reduce_dtype):
     params = init(d=16, f=32)
     check(functools.partial(loss, layer), params, normal(16, 16, 16), mesh=mesh_of("8"), reduce_dtype=reduce_dtype)
@@ -225,8 +228,10 @@ def test_examples_are_looked_up_in_loops_and_around_them(function):
     check(function, graph_init(16), *graph(d=16), mesh=mesh_of("8"))
 
 
-@pytest.mark.parametrize("mesh", ["8", "staged222", "replica", "model2"])
-@pytest.mark.parametrize("add", [jax.ops.segment_sum, jax.ops.segment_max])
+@pytest.mark.parametrize(
+    ("mesh", "add"),
+    quick_by_turns(["8", "staged222", "replica", "model2"], [jax.ops.segment_sum, jax.ops.segment_max]),
+)
 def test_a_graph_keeps_values_and_gradients(mesh, add):
     check(functools.partial(messages, add=add), graph_init(16), *graph(d=16), mesh=mesh_of(mesh))
 
@@ -255,7 +260,8 @@ def test_lookups_of_examples_and_sums_of_them_are_shared_out(num_nodes, num_edge
 def test_a_graph_sends_each_layers_nodes_four_times(topology, stage):
     """Nodes are gathered and what is added to them reduce-scattered, and so are the cotangents of both."""
     pytest.importorskip("libtpu")
-    mesh, tx, config = zero.make_mesh(topology=topology), optax.sgd(0.1), zero.ZeroConfig(stage=stage, precision="bf16")
+    mesh, tx = zero.make_mesh(topology=topology), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=stage, precision="bf16", overlap=False)
     state = zero.abstract_state(lambda _: jax.tree.map(jnp.asarray, graph_init()), tx, mesh=mesh, config=config)
     step = zero.make_train_step(lambda params, batch: messages(params, *batch), tx, mesh=mesh, config=config)
     num_nodes = 4096

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import quick_by_turns
 from gathering import normal, place_batch, specs_of
 from jax import lax
 from reference import mesh_of
@@ -106,8 +107,9 @@ def host_batch():
 LOSSES = [mixed_product, cast_up, table_cast_up, stack_cast_up, heads, images, vectors, recurrent]
 
 
-@pytest.mark.parametrize("reduce_dtype", [BF16, F32])
-@pytest.mark.parametrize("fn", LOSSES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    ("fn", "reduce_dtype"), quick_by_turns(LOSSES, [BF16, F32]), ids=lambda x: getattr(x, "__name__", None)
+)
 def test_gradients_of_uses_in_other_dtypes(fn, reduce_dtype):
     """They are those of the plain function, up to the roundings of the sum over devices."""
     mesh, batch = mesh_of("8"), host_batch()
@@ -128,9 +130,12 @@ def scaled(params, batch):
     return mean_square(jnp.tanh(batch["x"].astype(BF16) * params["scale"]))
 
 
-@pytest.mark.parametrize("fn", [mixed_product, images, scaled], ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("transform", ["jvp", "hvp", "grad of grad", "vmap", "remat"])
-def test_derivatives_of_every_kind(fn, transform):
+@pytest.mark.parametrize(
+    ("transform", "fn"),
+    quick_by_turns(["jvp", "hvp", "grad of grad", "vmap", "remat"], [mixed_product, images, scaled]),
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_derivatives_of_every_kind(transform, fn):
     mesh = mesh_of("4")
     names = {mixed_product: ("up", "down"), images: ("kernel",), scaled: ("scale",)}[fn]
     params = {name: host_params()[name] for name in names}
@@ -349,7 +354,8 @@ def all_kinds_loss(params, batch):
 def test_nothing_is_summed_in_a_compute_dtype_narrower_than_the_reduce_dtype(stage):
     pytest.importorskip("libtpu")
     mesh, tx = zero.make_mesh(topology="v5p:2x2x1"), optax.sgd(0.1)
-    config = zero.ZeroConfig(stage=stage, precision=zero.Precision(compute=BF16, reduce=F32), min_shard_size=256)
+    precision = zero.Precision(compute=BF16, reduce=F32)
+    config = zero.ZeroConfig(stage=stage, precision=precision, min_shard_size=256, overlap=False)
     state = zero.abstract_state(all_kinds_init, tx, mesh=mesh, config=config)
     step = zero.make_train_step(all_kinds_loss, tx, mesh=mesh, config=config)
     rows = comms.measure(step.lower(state, lm_batch(1024)).compile(), mesh=mesh).rows
@@ -369,7 +375,7 @@ def test_a_product_gives_its_gradient_in_the_dtype_asked_for():
         np.testing.assert_allclose(np.asarray(got, np.float32), exact, rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_complex_gradients_are_summed_in_their_own_dtype(stage):
     """A narrow reduce dtype would leave their imaginary parts out."""
 

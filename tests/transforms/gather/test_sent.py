@@ -184,7 +184,9 @@ def test_a_decoder_s_experts_on_tpus(topology):
         num_experts=16, experts_per_token=2, expert_capacity=1.0,
     )  # fmt: skip
     data = tuple(axis for axis in mesh.axis_names if axis.startswith("data"))
-    config = zero.ZeroConfig(stage=3, precision="bf16", overrides={"blocks/(gate|up|down)": jax.P(None, data)})
+    config = zero.ZeroConfig(
+        stage=3, precision="bf16", overrides={"blocks/(gate|up|down)": jax.P(None, data)}, overlap=False
+    )
     state = zero.abstract_state(lambda key: decoder.init(decoder_config, key), tx, mesh=mesh, config=config)
     tokens = jax.ShapeDtypeStruct((16, 256), jnp.int32)
     step = zero.make_train_step(decoder.loss_fn(decoder_config), tx, mesh=mesh, config=config)

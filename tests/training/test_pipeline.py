@@ -1303,6 +1303,17 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     assert_step_of_one_device(loss_fn, params, batch, **fields)
 
 
+def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_as_the_remedy():
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        x = x if len(x) > 1 else jnp.tanh(x)
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
+        return jnp.square(x @ params["head"]).mean()
+
+    with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches, or"):
+        lowered(loss_fn, batch=make_batches(1, size=8)[0], stage=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "pipeline"), [(1, "gpipe"), (3, "circular:2"), (1, "1f1b"), (2, "1f1b:2")])
 def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeline, monkeypatch):
@@ -1320,39 +1331,34 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
     assert_step_of_one_device(with_attention, params, batch, mesh=mesh, **fields)
 
 
-def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
-    loss_fn, fields = functools.partial(with_attention, windows=(None, 2, 2, 2)), {"num_microbatches": 4}
-    arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
-    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*with attention='own' windows"):
-        lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
-    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
+@pytest.mark.parametrize(
+    ("windows", "pipe", "pipeline", "why"),
+    [
+        ((None, 2, 2, 2), 4, "gpipe", r"only 2 in turn are equal, and the stages have 4 groups; give fewer stages"),
+        ((None, 2), 4, "circular:2", r"only 4 in turn are equal, and the stages have 8 groups"),
+        ((None, *[2] * 7), 4, "gpipe", r"block 0 of 8 of a Python loop, at .*test_pipeline.*; give fewer stages"),
+        ((None, 1, 2, 3, 2, 1, 3, 2), 2, "1f1b", r"not equal to the others are block 0 of 8 of a Python loop, at .*test_pipeline"),
+    ],
+)
+def test_layers_that_kernels_of_attention_make_unequal_are_stages_without_them(windows, pipe, pipeline, why):
+    """Their masks are data of the layers; the reports say why no kernel computes their attention."""
+    loss_fn, mesh = functools.partial(with_attention, windows=windows), zero.make_mesh(pipe=pipe)
+    params, batch = init_params(), make_batches(1)[0]
+    config = make_config(num_microbatches=4, pipeline=pipeline, attention="fused")
+    report = zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=config)
     assert [x.num_layers for x in report.loops] == [LAYERS]
+    assert re.search(f"attention is not fused: .*{why}", str(report))
+    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    closed = loss.fused.trace(*loss.shapes(params, batch)).closed
+    assert "zero_attention" not in {x.primitive.name for x in equations(closed)}
+    (row,) = loss.attentions(params, batch).rows[:1]
+    assert re.search(why, row.reason)
 
 
-def test_layers_whose_fused_attention_differs_are_refused_with_what_makes_masks_of_windows(monkeypatch):
-    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
-    monkeypatch.setattr(function, "_FEW", 1)
-    loss_fn = functools.partial(with_attention, windows=(None, 1, 2, 3, 2, 1, 3, 2))
-    arguments, mesh, how = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=2), {"num_microbatches": 4}
-    configs = [make_config(attention=attention, **how) for attention in ("fused", "own")]
-    reports = [zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=config) for config in configs]
-    assert re.search("zero_attention .* attention='own', with which windows are masks", reports[0].why_none)
-    assert [x.num_layers for x in reports[1].loops] == [LAYERS]
-
-
-def test_too_few_layers_are_refused_without_a_word_of_kernels_that_are_not_asked_for():
-    few = jax.tree.map(lambda x: x[:2], (params := init_params())["layers"])
-    arguments, mesh = (params | {"layers": few}, make_batches(1)[0]), zero.make_mesh(pipe=4)
-
-    def loss_fn(params, batch):
-        x = params["embed"][batch["tokens"]]
-        for i in range(2):
-            x = x + jnp.tanh(x @ params["layers"]["w"][i])
-        return jnp.square(x @ params["head"]).mean()
-
-    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(num_microbatches=4))
-    assert "choose pipe=2 or less" in report.why_none
-    assert "attention='own'" not in report.why_none
+def test_too_few_layers_with_fused_attention_are_refused_with_as_many_as_there_are():
+    fields = {"num_microbatches": 4, "attention": "fused", "pipeline": "circular:4", "mesh": zero.make_mesh(pipe=4)}
+    with pytest.raises(ValueError, match=r"its 8 layers are fewer than 4 stages of 4 groups: choose pipe=2 or less"):
+        lowered(with_attention, **fields)
 
 
 @pytest.mark.slow

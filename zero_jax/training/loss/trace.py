@@ -75,9 +75,9 @@ def pipeline_report(
 
 def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineReport:
     """Returns the report of a loss on a mesh with stages."""
-    program = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes))
+    program, arguments = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes)), loss.shapes(params, batch)
     with on_mesh(loss.placement.mesh):
-        return program.report(*loss.shapes(params, batch))
+        return dataclasses.replace(program.report(*arguments), unfused=loss.why_unfused(*arguments))
 
 
 @dataclasses.dataclass(frozen=True)

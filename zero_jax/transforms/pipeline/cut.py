@@ -75,7 +75,6 @@ class Stages:
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
       schedule: in which order: as of `resolve_schedule`.
       reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
-      fuses_attention: whether attention was fused before.
     """
 
     place: StagePlace
@@ -84,7 +83,6 @@ class Stages:
     recompute: bool = True
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     reduce_dtype: Any = None
-    fuses_attention: bool = False
 
     def __post_init__(self) -> None:
         # Microbatches enter and leave the stages in turn (`ring.py`), but for those of 1F1B with one group.
@@ -223,18 +221,17 @@ def find_loops(
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
-        is_rolled = ROLLED in jaxprs.name_stack(eqn)
-        entry = FoundLoop(index=index, line=line, is_rolled=is_rolled)
+        entry = FoundLoop(index=index, line=line, is_rolled=ROLLED in jaxprs.name_stack(eqn))
         try:
-            others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
             if len(parts) > 1 and operations(parts[0]) != operations(parts[2]):
                 raise CannotCut(
                     "loss_fn does something else on a microbatch of one example than on several: give fewer "
                     "microbatches, or a larger batch"
                 )
+            others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             roles = _roles(compared, pair, inputs, comparison)
-            _check_scan(scan, stages, is_rolled)
+            _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
@@ -320,7 +317,7 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
     return eqn
 
 
-def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
+def _check_scan(scan: Subcall, stages: Stages) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
@@ -329,9 +326,6 @@ def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
         groups = f" of {num_groups} groups" if num_groups > 1 else ""
         most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
-        if is_rolled and stages.fuses_attention:  # what `rolled` finds equal may be several layers of the model
-            works += "; layers in turn whose fused attention differs, as by a window, count as one: with "
-            works += "attention='own' windows are masks, and each layer counts"
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 

@@ -47,6 +47,7 @@ class PipelineReport(Report):
       why_none: why there are no stages at all, and what to do; empty if there are some.
       schedule: ``gpipe``, ``circular:N``, ``1f1b`` or ``1f1b:N`` (`ZeroConfig.pipeline`).
       warning: what to change in the mesh; empty if there is nothing.
+      unfused: why attention is not fused, though the config asks for it; empty if that is not for the stages.
 
     Example:
       >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
@@ -62,6 +63,7 @@ class PipelineReport(Report):
     why_none: str = ""
     schedule: str = "gpipe"
     warning: str = ""
+    unfused: str = ""
 
     @property
     def num_kept(self) -> int:
@@ -107,7 +109,8 @@ class PipelineReport(Report):
             num_bytes = format_bytes(loop.bytes_per_tick)
             lines.append(f"  from stage to stage: {', '.join(loop.travelling)}: {num_bytes} a device and tick")
         lines += [f"left as it is: {item}" for item in self.left]
-        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
+        ends = ("attention is not fused", self.unfused), ("warning", self.warning)
+        return "\n".join([*lines, *(f"{name}: {why}" for name, why in ends if why)])
 
 
 def staged_layers(entry: FoundLoop) -> StagedLayers:

@@ -264,9 +264,7 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )
     if why := why_no_layers(traced):
-        is_fused = stages.fuses_attention and "zero_attention" in why
-        other = "; or set attention='own', with which windows are masks" if is_fused else ""
-        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}{other}; or leave pipe out"
+        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}; or leave pipe out"
     return (
         f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "
         "layers, which could be the stages of a pipeline: stack the params of equal layers and scan over them "

@@ -1337,7 +1337,7 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
         ((None, 2, 2, 2), 4, "gpipe", r"only 2 in turn are equal, and the stages have 4 groups; give fewer stages"),
         ((None, 2), 4, "circular:2", r"only 4 in turn are equal, and the stages have 8 groups"),
         ((None, *[2] * 7), 4, "gpipe", r"block 0 of 8 of a Python loop, at .*test_pipeline.*; give fewer stages"),
-        ((None, 1, 2, 3, 2, 1, 3, 2), 2, "1f1b", r"not equal to the others are block 0 of 8 of a Python loop, at .*test_pipeline"),
+        ((None, 1, 2, 3, 2, 1, 3, 2), 2, "1f1b", r"not equal to the others are block 0 of 8 of .*test_pipeline"),
     ],
 )
 def test_layers_that_kernels_of_attention_make_unequal_are_stages_without_them(windows, pipe, pipeline, why):

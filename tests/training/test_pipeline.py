@@ -1257,6 +1257,18 @@ def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
     assert trace.residuals.device_bytes > 0
 
 
+def test_of_a_chain_before_that_of_1f1b_all_microbatches_are_kept():
+    fields, bytes_of = {"stage": 1, "pipeline": "1f1b", "remat": "own"}, {}
+    for k in (4, 8):
+        config, mesh = make_config(num_microbatches=k, **fields), zero.make_mesh(pipe=4)
+        arguments = with_an_encoder, init_params(), make_batches(1)[0]
+        loops = zero.pipeline_report(*arguments, mesh=mesh, config=config).loops
+        assert [loop.num_kept for loop in loops] == [k + 3, 7]
+        inputs = sum(loop.num_kept * loop.bytes_per_tick for loop in loops)
+        bytes_of[k] = zero.trace_loss(*arguments, mesh=mesh, config=config).residuals.device_bytes - inputs
+    assert bytes_of[4] == pytest.approx(2 * bytes_of[8])  # what is left are the residuals of a microbatch
+
+
 def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
     fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
     (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops
@@ -1804,6 +1816,21 @@ def test_the_estimate_of_1f1b_has_the_gradient_of_the_head_for_each_tick():
     sent = {row.axes: row.total_sent_bytes for row in rows if row.phase == "backward"}
     size = 4 * 64 * 64
     assert sent == {("data",): pytest.approx(5 * size * 3 / 4), ("pipe",): pytest.approx(size / 4 / 2)}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_layers", "forward", "backward"),
+    [("gpipe", 4, 1, 11), ("1f1b", 4, 11, 3), ("gpipe", 8, 11, 11), ("1f1b", 8, 11, 11), ("circular:2", 8, 9.5, 9.5)],
+)
+def test_the_estimate_gathers_the_one_layer_of_a_stage_once(pipeline, num_layers, forward, backward):
+    """Before all ticks of a pass, or with 1F1B in each tick for both passes."""
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=8, pipeline=pipeline)
+    init_fn = lambda _: {"w": jnp.zeros((num_layers, 64, 64)), "v": jnp.zeros((num_layers, 64, 64))}  # noqa: E731
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    rows = zero.comms.estimate(state, mesh=mesh, config=config).rows
+    sent = {row.phase: row.total_sent_bytes for row in rows if row.kind == "all-gather" and row.axes == ("data",)}
+    size = 2 * num_layers / 4 * 4 * 64 * 64 / 2  # of both leaves the half that a device has not
+    assert sent == {"forward": pytest.approx(forward * size), "backward": pytest.approx(backward * size)}
 
 
 @pytest.mark.slow

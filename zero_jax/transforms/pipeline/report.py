@@ -22,6 +22,7 @@ class StagedLayers:
       travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
       bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
       sent: what a device sends to other stages in a step, each as phase (``forward`` or ``backward``), dtype and bytes.
+      num_kept: the microbatches whose activations a stage keeps at most: with 1F1B more of a chain before its own.
       recomputed: whether a stage is recomputed in the backward pass, and keeps its input alone.
       stacked: whether the layers are of a Python loop, whose params are stacked in each step.
     """
@@ -31,6 +32,7 @@ class StagedLayers:
     travelling: tuple[str, ...]
     bytes_per_tick: int
     sent: tuple[tuple[str, str, int], ...]
+    num_kept: int
     recomputed: bool
     stacked: bool = False
 
@@ -142,6 +144,7 @@ def staged_layers(entry: FoundLoop) -> StagedLayers:
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
         sent=tuple(sent),
+        num_kept=schedule.num_kept(loop.num_stages, loop.num_microbatches),
         recomputed=loop.recompute and loop.policy is None,
         stacked=entry.is_rolled,
     )

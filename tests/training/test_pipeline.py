@@ -1315,12 +1315,18 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     assert_step_of_one_device(loss_fn, params, batch, **fields)
 
 
-def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_as_the_remedy():
+@pytest.mark.parametrize("is_more", [True, False])
+def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_as_the_remedy(is_more):
+    """It does more, or the same in another order."""
+
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]]
-        x = x if len(x) > 1 else jnp.tanh(x)
+        is_one = len(x) == 1
+        x = jnp.tanh(x) if is_one or not is_more else x
+        y = None if is_one else jnp.cos(x)
         x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
-        return jnp.square(x @ params["head"]).mean()
+        y = jnp.cos(x) if is_one else y
+        return jnp.square((x + y) @ params["head"]).mean()
 
     with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches, or"):
         lowered(loss_fn, batch=make_batches(1, size=8)[0], stage=1)
@@ -1536,6 +1542,10 @@ REFUSED = {
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "places": (
+        looped(lambda i, xs, y: y * jnp.cos(jnp.arange(len(y)))[:, None, None]),
+        "may depend on the places of examples in a batch; make these a leaf of the batch, as jnp.arange",
+    ),
     "kernels": (replaced(by_kernel), "XLA does not partition the kernel at .*test_pipeline.* over stages"),
     "a pattern": (by_pattern, "examples of a batch may be mixed at .*test_pipeline"),
     "batches": (in_layers, "examples are put behind others at .*test_pipeline"),

@@ -8,6 +8,7 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -39,6 +40,12 @@ LAYER_INPUT = "zero_layer_input"
 
 # What moves all elements of a param that all stages read, such as a table, or casts them.
 MOVED_WHOLE = ("transpose", "convert_element_type")
+
+# Why a loss is not cut whose microbatches have one example.
+OF_ONE = (
+    "loss_fn does something else on a microbatch of one example than on several: give fewer microbatches, or a larger "
+    "batch"
+)
 
 # The name that the equation of a scan has which was a Python loop.
 ROLLED = "rolled_layers"
@@ -224,11 +231,10 @@ def find_loops(
         entry = FoundLoop(index=index, line=line, is_rolled=ROLLED in jaxprs.name_stack(eqn))
         try:
             if len(parts) > 1 and operations(parts[0]) != operations(parts[2]):
-                raise CannotCut(
-                    "loss_fn does something else on a microbatch of one example than on several: give fewer "
-                    "microbatches, or a larger batch"
-                )
-            others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
+                raise CannotCut(OF_ONE)
+            others = same_scans(jaxprs_of, index)[1:]
+            if len(others) < len(parts):
+                raise CannotCut("loss_fn does something else on a microbatch than on the batch")
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             roles = _roles(compared, pair, inputs, comparison)
             _check_scan(scan, stages)
@@ -309,12 +315,15 @@ def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) 
     return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
-def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
-    """Returns the scan of a trace on fewer or more examples that corresponds to one."""
-    eqn = jaxpr.eqns[index] if index < len(jaxpr.eqns) else None
-    if eqn is None or eqn.primitive is not like.primitive or len(eqn.invars) != len(like.invars):
-        raise CannotCut("loss_fn does something else on a microbatch than on the batch")
-    return eqn
+def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
+    """Returns those of the scans of traces on several sizes that correspond to one of the first; it is among them.
+
+    They are told by their order: before them, traces may differ in operations that only change shapes.
+    """
+    like, number = traces[0].eqns[index], sum(kind_of(eqn) == "scan" for eqn in traces[0].eqns[:index])
+    each = ((eqn for eqn in jaxpr.eqns if kind_of(eqn) == "scan") for jaxpr in traces)
+    found = (next(itertools.islice(eqns, number, None), None) for eqns in each)
+    return [eqn for eqn in found if eqn is not None and len(eqn.invars) == len(like.invars)]
 
 
 def _check_scan(scan: Subcall, stages: Stages) -> None:
@@ -361,6 +370,8 @@ def role_of(x: Relation, what: str) -> Role:
         return Role(kind=x.kind, dim=x.dim or 0)
     if x.kind is Kind.SUM:
         return Role(kind=Kind.SUM, power=x.power)
+    if x.kind is Kind.POSITIONS:
+        raise CannotCut(f"{what} is the places of examples in the batch")
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 
 

@@ -258,6 +258,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         if not is_of_schedule and "may be mixed" in reasons:
             other = "; mix examples behind the layers: these may return sums and means over the batch"
+        elif not is_of_schedule and "places of examples" in reasons:
+            other = "; make these a leaf of the batch, as jnp.arange(n) is"
         elif not is_of_schedule and "are sorted together" in reasons:
             other = "; sort what each example has by itself, by jax.lax.map over the examples, as tokens by experts"
         return (

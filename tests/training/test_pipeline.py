@@ -883,6 +883,28 @@ def with_small_loops(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def with_statistics(params, batch):
+    """Layers that read the number of tokens, and the mean and the deviation of the batch; they add up parts of a loss.
+
+    The number of the last one goes from layer to layer.
+    """
+    mean, deviation, count = batch["weights"].mean(), batch["weights"].std(), batch["mask"].sum()
+    x, loss = params["embed"][batch["tokens"]], 0.0
+    for i in range(LAYERS):
+        scale = (batch["weights"] - mean) / deviation
+        x = x + jnp.tanh(x @ params["layers"]["w"][i] * scale[:, None, None])
+        loss = loss + (i + 1) * (jnp.square(x @ params["head"]).mean(-1) * batch["mask"]).sum() / count
+    return loss / LAYERS
+
+
+def with_a_mean(params, batch):
+    """Layers that read a mean over the batch of what params have made."""
+    x = params["embed"][batch["tokens"]]
+    mean = jnp.sin(x).mean((0, 1))
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * mean, None), x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 def with_a_token(params, batch):
     """A token in front of each example's, as in a vision transformer."""
     x = params["embed"][batch["tokens"]]
@@ -1184,6 +1206,8 @@ FORMS = {
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),
+    with_statistics: ("1f1b", 4, [LAYERS]),
+    with_a_mean: ("circular:2", 4, [LAYERS]),
 }
 
 
@@ -1571,6 +1595,20 @@ def test_what_cannot_be_cut_is_refused_with_its_line(name):
     )
     assert not report.loops
     assert report.why_none in str(report)
+
+
+@pytest.mark.parametrize("factor", [lambda params: params["gate"].sum(), lambda _: np.linspace(0, 1, LENGTH)])
+def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of_the_batch(factor):
+    """What is made of params, and of a constant of NumPy's."""
+
+    def loss_fn(params, batch):
+        mean = (batch["mask"] * factor(params)).mean()
+        x = params["embed"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * mean, None), x, params["layers"])
+        return jnp.square(x @ params["head"]).mean()
+
+    with pytest.raises(ValueError, match="read what params and all examples have a part in; give pipeline='gpipe'"):
+        lowered(loss_fn, pipeline="1f1b")
 
 
 def test_what_stages_0_and_1_do_not_return_names_the_stage_that_does():

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
+from zero_jax.dims import SAME, Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
@@ -225,6 +225,9 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
+    # With 1F1B what is made of params is made again, of each microbatch (`LossTraces.is_shared`).
+    again = made_of([*jaxprs_of[0].invars[:num_params], *jaxprs_of[0].constvars], jaxprs_of[0].eqns)
+    again = again if stages.schedule.is_interleaved else set()
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
@@ -236,7 +239,9 @@ def find_loops(
             if len(others) < len(parts):
                 raise CannotCut("loss_fn does something else on a microbatch than on the batch")
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
-            roles = _roles(compared, pair, inputs, comparison)
+            shared, *_ = scan.split(eqn.invars)
+            are_again = [not jaxprs.is_literal(x) and x in again for x in shared]
+            roles = _roles(compared, pair, inputs, are_again, comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
@@ -339,20 +344,32 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
 
 
 def _roles(
-    compared: tuple[Any, Any], pair: Pair, inputs: Sequence[Relation], comparison: TraceComparison
+    compared: tuple[Any, Any],
+    pair: Pair,
+    inputs: Sequence[Relation],
+    are_again: Sequence[bool],
+    comparison: TraceComparison,
 ) -> tuple[list[Role], list[Role]]:
-    """Returns the roles of the operands of a scan, and of its results."""
+    """Returns the roles of the operands of a scan, and of its results.
+
+    What all its layers read, and is no value of each example, is that of the whole batch; but for what is made `again`
+    of each microbatch.
+    """
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
+    for i, is_again in enumerate(are_again):
+        if operands[i].is_plain or pair.whole.invars[i].aval.shape != pair.part.invars[i].aval.shape:
+            continue
+        if is_again:
+            raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
+        operands[i] = SAME
     comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
     results = comparison.equation(pair, operands)
     comparison.source = ""
     scan = scan_of(pair.whole)
     consts, carry, slices = scan.split(operands)
     shared = [role_of(x, "what its layers read") for x in consts]
-    if any(role.kind is Kind.SUM for role in shared):
-        raise CannotCut("its layers read a sum over the batch, which a microbatch does not have")
     for x in slices:
         if role_of(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")

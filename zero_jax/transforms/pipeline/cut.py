@@ -17,7 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from zero_jax.dims import SAME, Kind, Pair, Relation, TraceComparison, is_contraction, is_float
+from zero_jax.dims import (
+    CASTS,
+    SAME,
+    SAME_ELEMENTS,
+    Kind,
+    Pair,
+    Relation,
+    TraceComparison,
+    is_contraction,
+    is_float,
+)
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
@@ -238,6 +248,8 @@ def find_loops(
             others = same_scans(jaxprs_of, index)[1:]
             if len(others) < len(parts):
                 raise CannotCut("loss_fn does something else on a microbatch than on the batch")
+            if len(parts) > 1 and _wiring(others[0]) != _wiring(others[2]):
+                raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             shared, *_ = scan.split(eqn.invars)
             are_again = [not jaxprs.is_literal(x) and x in again for x in shared]
@@ -329,6 +341,21 @@ def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
     each = ((eqn for eqn in jaxpr.eqns if kind_of(eqn) == "scan") for jaxpr in traces)
     found = (next(itertools.islice(eqns, number, None), None) for eqns in each)
     return [eqn for eqn in found if eqn is not None and len(eqn.invars) == len(like.invars)]
+
+
+def _wiring(eqn: Any) -> list[Any]:
+    """Returns what the operations of a layer are on, and what it returns; what only changes a shape is passed over."""
+    jaxpr, found = jaxprs.open_jaxpr(scan_of(eqn).jaxpr)[0], list[Any]()
+    made: dict[Any, Any] = {var: i for i, var in enumerate(jaxpr.invars)}
+    source = lambda atom: None if jaxprs.is_literal(atom) else made.get(atom)  # noqa: E731
+    for each in jaxpr.eqns:
+        read = [*map(source, each.invars)]
+        if each.primitive.name in SAME_ELEMENTS - CASTS:
+            made[each.outvars[0]] = read[0]
+        else:
+            made.update({var: (len(found), i) for i, var in enumerate(each.outvars)})
+            found.append((each.primitive.name, read))
+    return [*found, *map(source, jaxpr.outvars)]
 
 
 def _check_scan(scan: Subcall, stages: Stages) -> None:

@@ -1272,6 +1272,28 @@ def test_targets_of_a_reference_train_as_one_device_with_one_example_a_microbatc
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
+def with_first_values(params, batch):
+    """A Python loop of attentions, whose values are mixed with those of the first layer, which has none to mix."""
+    x, first = params["embed"][batch["tokens"]], None
+    is_before = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    for i in range(LAYERS):
+        w = params["layers"]["w"][i]
+        values = x @ w if first is None else x @ w + params["layers"]["bias"][i, 0] * first
+        first = values if first is None else first
+        scores = jnp.where(is_before, (x @ w.T) @ x.swapaxes(1, 2), -1e9)
+        x = x + jax.nn.softmax(scores) @ values
+    return jnp.square(x @ params["head"]).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:pipe. block 0 of 8 of a Python loop, at .*test_pipeline")
+def test_a_loop_whose_first_layer_differs_trains_as_one_device_with_one_example_a_microbatch():
+    """Its trace on one example has other operations that change a shape than that on several."""
+    params, batch = init_params(), make_batches(1, size=16)[0]
+    fields = {"stage": 1, "num_microbatches": 8, "mesh": zero.make_mesh(pipe=4)}
+    assert_step_of_one_device(with_first_values, params, batch, **fields)
+
+
 @pytest.mark.parametrize("loss_fn", [with_an_encoder, beside_a_reference])
 def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
     config, mesh = make_config(stage=1, num_microbatches=4, pipeline="1f1b"), zero.make_mesh(pipe=4)

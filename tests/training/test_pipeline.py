@@ -883,6 +883,28 @@ def with_small_loops(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def with_statistics(params, batch):
+    """Layers that read the number of tokens, and the mean and the deviation of the batch; they add up parts of a loss.
+
+    The number of the last one goes from layer to layer.
+    """
+    mean, deviation, count = batch["weights"].mean(), batch["weights"].std(), batch["mask"].sum()
+    x, loss = params["embed"][batch["tokens"]], 0.0
+    for i in range(LAYERS):
+        scale = (batch["weights"] - mean) / deviation
+        x = x + jnp.tanh(x @ params["layers"]["w"][i] * scale[:, None, None])
+        loss = loss + (i + 1) * (jnp.square(x @ params["head"]).mean(-1) * batch["mask"]).sum() / count
+    return loss / LAYERS
+
+
+def with_a_mean(params, batch):
+    """Layers that read a mean over the batch of what params have made."""
+    x = params["embed"][batch["tokens"]]
+    mean = jnp.sin(x).mean((0, 1))
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * mean, None), x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 def with_a_token(params, batch):
     """A token in front of each example's, as in a vision transformer."""
     x = params["embed"][batch["tokens"]]
@@ -1180,6 +1202,8 @@ FORMS = {
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),
+    with_statistics: ("1f1b", 4, [LAYERS]),
+    with_a_mean: ("circular:2", 4, [LAYERS]),
 }
 
 
@@ -1244,6 +1268,28 @@ def test_targets_of_a_reference_train_as_one_device_with_one_example_a_microbatc
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
+def with_first_values(params, batch):
+    """A Python loop of attentions, whose values are mixed with those of the first layer, which has none to mix."""
+    x, first = params["embed"][batch["tokens"]], None
+    is_before = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    for i in range(LAYERS):
+        w = params["layers"]["w"][i]
+        values = x @ w if first is None else x @ w + params["layers"]["bias"][i, 0] * first
+        first = values if first is None else first
+        scores = jnp.where(is_before, (x @ w.T) @ x.swapaxes(1, 2), -1e9)
+        x = x + jax.nn.softmax(scores) @ values
+    return jnp.square(x @ params["head"]).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:pipe. block 0 of 8 of a Python loop, at .*test_pipeline")
+def test_a_loop_whose_first_layer_differs_trains_as_one_device_with_one_example_a_microbatch():
+    """Its trace on one example has other operations that change a shape than that on several."""
+    params, batch = init_params(), make_batches(1, size=16)[0]
+    fields = {"stage": 1, "num_microbatches": 8, "mesh": zero.make_mesh(pipe=4)}
+    assert_step_of_one_device(with_first_values, params, batch, **fields)
+
+
 @pytest.mark.parametrize("loss_fn", [with_an_encoder, beside_a_reference])
 def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
     config, mesh = make_config(stage=1, num_microbatches=4, pipeline="1f1b"), zero.make_mesh(pipe=4)
@@ -1251,6 +1297,18 @@ def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
     sent = [move.phase for move in trace.moves if move.axes == ("pipe",)]
     assert sent.count("forward") == 2
     assert trace.residuals.device_bytes > 0
+
+
+def test_of_a_chain_before_that_of_1f1b_all_microbatches_are_kept():
+    fields, bytes_of = {"stage": 1, "pipeline": "1f1b", "remat": "own"}, {}
+    for k in (4, 8):
+        config, mesh = make_config(num_microbatches=k, **fields), zero.make_mesh(pipe=4)
+        arguments = with_an_encoder, init_params(), make_batches(1)[0]
+        loops = zero.pipeline_report(*arguments, mesh=mesh, config=config).loops
+        assert [loop.num_kept for loop in loops] == [k + 3, 7]
+        inputs = sum(loop.num_kept * loop.bytes_per_tick for loop in loops)
+        bytes_of[k] = zero.trace_loss(*arguments, mesh=mesh, config=config).residuals.device_bytes - inputs
+    assert bytes_of[4] == pytest.approx(2 * bytes_of[8])  # what is left are the residuals of a microbatch
 
 
 def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
@@ -1299,6 +1357,23 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     assert_step_of_one_device(loss_fn, params, batch, **fields)
 
 
+@pytest.mark.parametrize("is_more", [True, False])
+def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_as_the_remedy(is_more):
+    """It does more, or the same in another order."""
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        is_one = len(x) == 1
+        x = jnp.tanh(x) if is_one or not is_more else x
+        y = None if is_one else jnp.cos(x)
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
+        y = jnp.cos(x) if is_one else y
+        return jnp.square((x + y) @ params["head"]).mean()
+
+    with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches, or"):
+        lowered(loss_fn, batch=make_batches(1, size=8)[0], stage=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "pipeline"), [(1, "gpipe"), (3, "circular:2"), (1, "1f1b"), (2, "1f1b:2")])
 def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeline, monkeypatch):
@@ -1316,39 +1391,34 @@ def test_layers_of_a_loop_with_fused_attention_train_as_one_device(stage, pipeli
     assert_step_of_one_device(with_attention, params, batch, mesh=mesh, **fields)
 
 
-def test_too_few_layers_with_fused_attention_are_refused_with_what_makes_more_of_them():
-    loss_fn, fields = functools.partial(with_attention, windows=(None, 2, 2, 2)), {"num_microbatches": 4}
-    arguments, mesh = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=4)
-    with pytest.raises(ValueError, match=r"its 2 layers are fewer .*choose pipe=2 .*with attention='own' windows"):
-        lowered(loss_fn, params=arguments[0], batch=arguments[1], mesh=mesh, attention="fused", **fields)
-    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(**fields))
+@pytest.mark.parametrize(
+    ("windows", "pipe", "pipeline", "why"),
+    [
+        ((None, 2, 2, 2), 4, "gpipe", r"only 2 in turn are equal, and the stages have 4 groups; give fewer stages"),
+        ((None, 2), 4, "circular:2", r"only 4 in turn are equal, and the stages have 8 groups"),
+        ((None, *[2] * 7), 4, "gpipe", r"block 0 of 8 of a Python loop, at .*test_pipeline.*; give fewer stages"),
+        ((None, 1, 2, 3, 2, 1, 3, 2), 2, "1f1b", r"not equal to the others are block 0 of 8 of .*test_pipeline"),
+    ],
+)
+def test_layers_that_kernels_of_attention_make_unequal_are_stages_without_them(windows, pipe, pipeline, why):
+    """Their masks are data of the layers; the reports say why no kernel computes their attention."""
+    loss_fn, mesh = functools.partial(with_attention, windows=windows), zero.make_mesh(pipe=pipe)
+    params, batch = init_params(), make_batches(1)[0]
+    config = make_config(num_microbatches=4, pipeline=pipeline, attention="fused")
+    report = zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=config)
     assert [x.num_layers for x in report.loops] == [LAYERS]
+    assert re.search(f"attention is not fused: .*{why}", str(report))
+    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    closed = loss.fused.trace(*loss.shapes(params, batch)).closed
+    assert "zero_attention" not in {x.primitive.name for x in equations(closed)}
+    (row,) = loss.attentions(params, batch).rows[:1]
+    assert re.search(why, row.reason)
 
 
-def test_layers_whose_fused_attention_differs_are_refused_with_what_makes_masks_of_windows(monkeypatch):
-    monkeypatch.setitem(function._BY_PLATFORM, "cpu", "splash")
-    monkeypatch.setattr(function, "_FEW", 1)
-    loss_fn = functools.partial(with_attention, windows=(None, 1, 2, 3, 2, 1, 3, 2))
-    arguments, mesh, how = (init_params(), make_batches(1)[0]), zero.make_mesh(pipe=2), {"num_microbatches": 4}
-    configs = [make_config(attention=attention, **how) for attention in ("fused", "own")]
-    reports = [zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=config) for config in configs]
-    assert re.search("zero_attention .* attention='own', with which windows are masks", reports[0].why_none)
-    assert [x.num_layers for x in reports[1].loops] == [LAYERS]
-
-
-def test_too_few_layers_are_refused_without_a_word_of_kernels_that_are_not_asked_for():
-    few = jax.tree.map(lambda x: x[:2], (params := init_params())["layers"])
-    arguments, mesh = (params | {"layers": few}, make_batches(1)[0]), zero.make_mesh(pipe=4)
-
-    def loss_fn(params, batch):
-        x = params["embed"][batch["tokens"]]
-        for i in range(2):
-            x = x + jnp.tanh(x @ params["layers"]["w"][i])
-        return jnp.square(x @ params["head"]).mean()
-
-    report = zero.pipeline_report(loss_fn, *arguments, mesh=mesh, config=make_config(num_microbatches=4))
-    assert "choose pipe=2 or less" in report.why_none
-    assert "attention='own'" not in report.why_none
+def test_too_few_layers_with_fused_attention_are_refused_with_as_many_as_there_are():
+    fields = {"num_microbatches": 4, "attention": "fused", "pipeline": "circular:4", "mesh": zero.make_mesh(pipe=4)}
+    with pytest.raises(ValueError, match=r"its 8 layers are fewer than 4 stages of 4 groups: choose pipe=2 or less"):
+        lowered(with_attention, **fields)
 
 
 @pytest.mark.slow
@@ -1514,6 +1584,10 @@ REFUSED = {
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "places": (
+        looped(lambda i, xs, y: y * jnp.cos(jnp.arange(len(y)))[:, None, None]),
+        "may depend on the places of examples in a batch; make these a leaf of the batch, as jnp.arange",
+    ),
     "kernels": (replaced(by_kernel), "XLA does not partition the kernel at .*test_pipeline.* over stages"),
     "a pattern": (by_pattern, "examples of a batch may be mixed at .*test_pipeline"),
     "batches": (in_layers, "examples are put behind others at .*test_pipeline"),
@@ -1539,6 +1613,20 @@ def test_what_cannot_be_cut_is_refused_with_its_line(name):
     )
     assert not report.loops
     assert report.why_none in str(report)
+
+
+@pytest.mark.parametrize("factor", [lambda params: params["gate"].sum(), lambda _: np.linspace(0, 1, LENGTH)])
+def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of_the_batch(factor):
+    """What is made of params, and of a constant of NumPy's."""
+
+    def loss_fn(params, batch):
+        mean = (batch["mask"] * factor(params)).mean()
+        x = params["embed"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * mean, None), x, params["layers"])
+        return jnp.square(x @ params["head"]).mean()
+
+    with pytest.raises(ValueError, match="read what params and all examples have a part in; give pipeline='gpipe'"):
+        lowered(loss_fn, pipeline="1f1b")
 
 
 def test_what_stages_0_and_1_do_not_return_names_the_stage_that_does():
@@ -1797,6 +1885,21 @@ def test_the_estimate_of_1f1b_has_the_gradient_of_the_head_for_each_tick():
     sent = {row.axes: row.total_sent_bytes for row in rows if row.phase == "backward"}
     size = 4 * 64 * 64
     assert sent == {("data",): pytest.approx(5 * size * 3 / 4), ("pipe",): pytest.approx(size / 4 / 2)}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_layers", "forward", "backward"),
+    [("gpipe", 4, 1, 11), ("1f1b", 4, 11, 3), ("gpipe", 8, 11, 11), ("1f1b", 8, 11, 11), ("circular:2", 8, 9.5, 9.5)],
+)
+def test_the_estimate_gathers_the_one_layer_of_a_stage_once(pipeline, num_layers, forward, backward):
+    """Before all ticks of a pass, or with 1F1B in each tick for both passes."""
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=8, pipeline=pipeline)
+    init_fn = lambda _: {"w": jnp.zeros((num_layers, 64, 64)), "v": jnp.zeros((num_layers, 64, 64))}  # noqa: E731
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    rows = zero.comms.estimate(state, mesh=mesh, config=config).rows
+    sent = {row.phase: row.total_sent_bytes for row in rows if row.kind == "all-gather" and row.axes == ("data",)}
+    size = 2 * num_layers / 4 * 4 * 64 * 64 / 2  # of both leaves the half that a device has not
+    assert sent == {"forward": pytest.approx(forward * size), "backward": pytest.approx(backward * size)}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from zero_jax.transforms.pipeline.convolutions import convolutions_as_products
 from zero_jax.transforms.pipeline.cut import Stages
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace, resolve_schedule
 from zero_jax.transforms.pipeline.report import PipelineReport
-from zero_jax.transforms.pipeline.rolled import rolled
+from zero_jax.transforms.pipeline.rolled import RolledProgram
 from zero_jax.transforms.pipeline.transform import MovedGrads, PipelinedProgram, with_stages
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts

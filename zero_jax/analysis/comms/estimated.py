@@ -225,12 +225,14 @@ class _LeafTraffic:
         self.stays, leaf = stays, dataclasses.replace(leaf, dims=without(leaf.dims, stays))
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
         self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
-        self.schedule, self.is_of_ticks = resolve_schedule(config.pipeline), False
+        self.schedule, self.is_of_ticks, self.is_one_layer = resolve_schedule(config.pipeline), False, False
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
             sizes = placement.num_stages, config.num_microbatches
             self.k = self.schedule.num_runs(*sizes, leaf.shape[0]) if leaf.pipe else 1
             # Each stage has a gradient of it in each tick; it is gathered once.
             self.is_of_ticks = self.schedule.is_interleaved and not leaf.pipe
+            self.is_one_layer = bool(leaf.pipe) and str(self.schedule) in ("gpipe", "1f1b")
+            self.is_one_layer &= leaf.shape[:1] <= (placement.num_stages,)
             self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
@@ -258,10 +260,13 @@ class _LeafTraffic:
         param_axes = placement.axes_of_group("params")
         if param_axes:
             gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
-            yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
+            forward, backward = k, k
+            if self.is_one_layer:  # XLA has no loop over the one layer: it gathers once before the ticks, or in each
+                forward, backward = (k, placement.num_stages - 1) if self.schedule.is_interleaved else (1, k)
+            yield from _rows("all-gather", gathers, blocks or self.compute, "forward", forward)
             # What is not kept is dropped after its use in the forward pass, and gathered again for the backward pass.
             if not (self.config.keep_gathered or self.is_of_ticks):
-                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
+                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", backward)
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored

@@ -40,6 +40,7 @@ from zero_jax.transforms import (
     MovedGrads,
     PipelinedProgram,
     Remat,
+    RolledProgram,
     StagePlace,
     Stages,
     attention_report,
@@ -52,7 +53,6 @@ from zero_jax.transforms import (
     rematerialize,
     resolve_remat,
     resolve_schedule,
-    rolled,
     unsharded_windows,
     used_shapes,
     wants_rows,
@@ -109,21 +109,34 @@ class StepLoss:
         return lookups_by_place(self.program) if self.is_on_tpu else self.program
 
     @functools.cached_property
+    def rolled(self) -> RolledProgram:
+        """The program with fused attention and, for stages, the equal layers of Python loops as scans.
+
+        Attention is fused first: once layers of a Python loop are a scan, masks that differ are data, of which no
+        kernel is known.
+        """
+        placement, config = self.placement, self.config
+        fused = fuse_attention(self.unfused, config.attention, mesh=placement.mesh, axes=placement.axes)
+        num_groups = placement.num_stages * resolve_schedule(config.pipeline).num_groups
+        return RolledProgram(LossProgram.of(fused), self.unfused, num_groups)
+
+    @functools.cached_property
     def fused(self) -> LossProgram:
         """The program, with its attention by fused kernels if the config asks for them.
 
-        Layers that will be stages are those of a scan in it. Attention is fused first: once layers of a Python loop are
-        a scan, their masks are data, of which no kernel is known.
+        Layers that will be stages are those of a scan in it.
         """
-        placement, attention = self.placement, self.config.attention
-        program = fuse_attention(self.unfused, attention, mesh=placement.mesh, axes=placement.axes)
-        program = LossProgram.of(program)
-        return program.then(rolled).then(convolutions_as_products) if placement.num_stages > 1 else program
+        return self.rolled.then(convolutions_as_products) if self.placement.num_stages > 1 else self.rolled.before
+
+    def why_unfused(self, *arguments: Any) -> str:
+        """Says why no attention is fused, for arguments as of `shapes`; empty if some may be."""
+        return self.rolled.why_own(*arguments) if self.placement.num_stages > 1 else ""
 
     def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
         """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""
         placement, arguments = self.placement, self.shapes(variables, batch)
-        return attention_report(self.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
+        report = attention_report(self.unfused, *arguments, mesh=placement.mesh, axes=placement.axes)
+        return report.left(why) if (why := self.why_unfused(*arguments)) else report
 
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""
@@ -158,7 +171,6 @@ class StepLoss:
             recompute=resolve_remat(config.remat).policy != "none",
             schedule=resolve_schedule(config.pipeline),
             reduce_dtype=placement.precision.reduce,
-            fuses_attention=config.attention != "own",
         )
 
     def staged(self, program: LossProgram, axes: Axes, moved: MovedGrads | None = None) -> LossProgram:

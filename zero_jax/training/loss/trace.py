@@ -73,9 +73,9 @@ def pipeline_report(
 
 def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineReport:
     """Returns the report of a loss on a mesh with stages."""
-    program = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes))
+    program, arguments = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes)), loss.shapes(params, batch)
     with on_mesh(loss.placement.mesh):
-        return program.report(*loss.shapes(params, batch))
+        return dataclasses.replace(program.report(*arguments), unfused=loss.why_unfused(*arguments))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,11 +193,12 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
         schedule = resolve_schedule(stages.schedule)
         if schedule.is_interleaved:
             all_bytes = residuals.device_bytes
-            # Of the microbatches that wait, or of one at a time and the inputs of a group of those that wait.
-            kept_bytes = all_bytes / (stages.num_microbatches * schedule.num_groups)  # of one
-            input_bytes = sum(loop.bytes_per_tick for loop in stages.loops)
-            is_recomputed = all(loop.recomputed for loop in stages.loops)
-            kept_bytes += stages.num_kept * input_bytes if is_recomputed else (stages.num_kept - 1) * kept_bytes
+            kept_bytes, num_layers = 0.0, sum(loop.num_layers for loop in stages.loops)
+            for loop in stages.loops:
+                # Of the microbatches that wait, or of one at a time and the inputs of a group of those that wait.
+                of_one = all_bytes * loop.num_layers / num_layers / (stages.num_microbatches * schedule.num_groups)
+                inputs = loop.num_kept * loop.bytes_per_tick
+                kept_bytes += inputs + of_one if loop.recomputed else loop.num_kept * of_one
             other_bytes = (peak_bytes - all_bytes) * stages.num_stages / stages.num_microbatches
             peak_bytes, residuals = kept_bytes + other_bytes, dataclasses.replace(residuals, device_bytes=kept_bytes)
     return LossTrace(

@@ -59,6 +59,12 @@ class AttentionReport(Report):
         """How many are left as they are."""
         return sum(row.times for row in self.rows if row.reason)
 
+    def left(self, reason: str) -> AttentionReport:
+        """Returns the report where all of them are left as they are, for a reason."""
+        how = {"kernel": "", "fallback": ""}
+        rows = (dataclasses.replace(row, reason=row.reason or reason, **how) for row in self.rows)
+        return AttentionReport(rows=tuple(rows))
+
     def summary(self) -> str:
         """Returns the numbers as a line."""
         if not self.rows:

@@ -75,8 +75,7 @@ def fuse_attention(
 
     def fused(traced: Traced) -> Traced:
         body, _ = _search(traced, place_of(loss_fn))
-        evaluated = _without_scores if body.is_changed else run
-        return traced.evaluated(lambda arrays, _: evaluated(body, arrays, kernel))
+        return traced.evaluated(lambda arrays, _: _without_scores(body, arrays, kernel)) if body.is_changed else traced
 
     return with_pass(loss_fn, fused)
 

@@ -8,6 +8,7 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
+from zero_jax.dims import (
+    CASTS,
+    SAME,
+    SAME_ELEMENTS,
+    Kind,
+    Pair,
+    Relation,
+    TraceComparison,
+    is_contraction,
+    is_float,
+)
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
@@ -38,6 +49,12 @@ LAYER_INPUT = "zero_layer_input"
 
 # What moves all elements of a param that all stages read, such as a table, or casts them.
 MOVED_WHOLE = ("transpose", "convert_element_type")
+
+# Why a loss is not cut whose microbatches have one example.
+OF_ONE = (
+    "loss_fn does something else on a microbatch of one example than on several: give fewer microbatches, or a larger "
+    "batch"
+)
 
 # The name that the equation of a scan has which was a Python loop.
 ROLLED = "rolled_layers"
@@ -69,7 +86,6 @@ class Stages:
     recompute: bool = True
     schedule: Schedule = dataclasses.field(default_factory=Schedule)  # in which order, as of `resolve_schedule`
     reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
-    fuses_attention: bool = False  # whether attention was fused before
 
     def __post_init__(self) -> None:
         # Microbatches enter and leave the stages in turn (`ring.py`), but for those of 1F1B with one group.
@@ -168,21 +184,26 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
+    # With 1F1B what is made of params is made again, of each microbatch (`LossTraces.is_shared`).
+    again = made_of([*jaxprs_of[0].invars[:num_params], *jaxprs_of[0].constvars], jaxprs_of[0].eqns)
+    again = again if stages.schedule.is_interleaved else set()
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
-        is_rolled = ROLLED in jaxprs.name_stack(eqn)
-        entry = FoundLoop(index=index, line=line, is_rolled=is_rolled)
+        entry = FoundLoop(index=index, line=line, is_rolled=ROLLED in jaxprs.name_stack(eqn))
         try:
-            others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
             if len(parts) > 1 and operations(parts[0]) != operations(parts[2]):
-                raise CannotCut(
-                    "loss_fn does something else on a microbatch of one example than on several: give fewer "
-                    "microbatches, or a larger batch"
-                )
+                raise CannotCut(OF_ONE)
+            others = same_scans(jaxprs_of, index)[1:]
+            if len(others) < len(parts):
+                raise CannotCut("loss_fn does something else on a microbatch than on the batch")
+            if len(parts) > 1 and _wiring(others[0]) != _wiring(others[2]):
+                raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
-            roles = _roles(compared, pair, inputs, comparison)
-            _check_scan(scan, stages, is_rolled)
+            shared, *_ = scan.split(eqn.invars)
+            are_again = [not jaxprs.is_literal(x) and x in again for x in shared]
+            roles = _roles(compared, pair, inputs, are_again, comparison)
+            _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
@@ -260,15 +281,33 @@ def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) 
     return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
-def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
-    """Returns the scan of a trace on fewer or more examples that corresponds to one."""
-    eqn = jaxpr.eqns[index] if index < len(jaxpr.eqns) else None
-    if eqn is None or eqn.primitive is not like.primitive or len(eqn.invars) != len(like.invars):
-        raise CannotCut("loss_fn does something else on a microbatch than on the batch")
-    return eqn
+def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
+    """Returns those of the scans of traces on several sizes that correspond to one of the first; it is among them.
+
+    They are told by their order: before them, traces may differ in operations that only change shapes.
+    """
+    like, number = traces[0].eqns[index], sum(kind_of(eqn) == "scan" for eqn in traces[0].eqns[:index])
+    each = ((eqn for eqn in jaxpr.eqns if kind_of(eqn) == "scan") for jaxpr in traces)
+    found = (next(itertools.islice(eqns, number, None), None) for eqns in each)
+    return [eqn for eqn in found if eqn is not None and len(eqn.invars) == len(like.invars)]
 
 
-def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
+def _wiring(eqn: Any) -> list[Any]:
+    """Returns what the operations of a layer are on, and what it returns; what only changes a shape is passed over."""
+    jaxpr, found = jaxprs.open_jaxpr(scan_of(eqn).jaxpr)[0], list[Any]()
+    made: dict[Any, Any] = {var: i for i, var in enumerate(jaxpr.invars)}
+    source = lambda atom: None if jaxprs.is_literal(atom) else made.get(atom)  # noqa: E731
+    for each in jaxpr.eqns:
+        read = [*map(source, each.invars)]
+        if each.primitive.name in SAME_ELEMENTS - CASTS:
+            made[each.outvars[0]] = read[0]
+        else:
+            made.update({var: (len(found), i) for i, var in enumerate(each.outvars)})
+            found.append((each.primitive.name, read))
+    return [*found, *map(source, jaxpr.outvars)]
+
+
+def _check_scan(scan: Subcall, stages: Stages) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
@@ -277,27 +316,36 @@ def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
         groups = f" of {num_groups} groups" if num_groups > 1 else ""
         most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
-        if is_rolled and stages.fuses_attention:  # what `rolled` finds equal may be several layers of the model
-            works += "; layers in turn whose fused attention differs, as by a window, count as one: with "
-            works += "attention='own' windows are masks, and each layer counts"
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 
 def _roles(
-    compared: tuple[Any, Any], pair: Pair, inputs: Sequence[Relation], comparison: TraceComparison
+    compared: tuple[Any, Any],
+    pair: Pair,
+    inputs: Sequence[Relation],
+    are_again: Sequence[bool],
+    comparison: TraceComparison,
 ) -> tuple[list[Role], list[Role]]:
-    """Returns the roles of the operands of a scan, and of its results."""
+    """Returns the roles of the operands of a scan, and of its results.
+
+    What all its layers read, and is no value of each example, is that of the whole batch; but for what is made `again`
+    of each microbatch.
+    """
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
+    for i, is_again in enumerate(are_again):
+        if operands[i].is_plain or pair.whole.invars[i].aval.shape != pair.part.invars[i].aval.shape:
+            continue
+        if is_again:
+            raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
+        operands[i] = SAME
     comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
     results = comparison.equation(pair, operands)
     comparison.source = ""
     scan = scan_of(pair.whole)
     consts, carry, slices = scan.split(operands)
     shared = [role_of(x, "what its layers read") for x in consts]
-    if any(role.kind is Kind.SUM for role in shared):
-        raise CannotCut("its layers read a sum over the batch, which a microbatch does not have")
     for x in slices:
         if role_of(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
@@ -315,6 +363,8 @@ def role_of(x: Relation, what: str) -> Role:
         return Role(kind=x.kind, dim=x.dim or 0)
     if x.kind is Kind.SUM:
         return Role(kind=Kind.SUM, power=x.power)
+    if x.kind is Kind.POSITIONS:
+        raise CannotCut(f"{what} is the places of examples in the batch")
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 
 

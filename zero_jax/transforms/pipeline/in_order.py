@@ -17,7 +17,7 @@ from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.subcalls import Subcall, scan_of
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, reads_one, scans, scans_of_shared_params
+from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, reads_one, same_scans, scans, scans_of_shared_params
 from zero_jax.transforms.pipeline.turns import line_of
 
 
@@ -47,8 +47,7 @@ def examples_by_index(traces: Sequence[Any], num_params: int) -> list[Any]:
     others: list[dict[int, OtherScan]] = [{} for _ in traces]
     facts = Facts(opened[0], ["param"] * num_params + ["value"] * (len(opened[0].invars) - num_params))
     for index in layer_scans(facts):
-        eqns = [jaxpr.eqns[index] for jaxpr in opened if index < len(jaxpr.eqns)]
-        if len(eqns) < len(opened) or any(eqn.primitive is not eqns[0].primitive for eqn in eqns):
+        if len(eqns := same_scans(opened, index)) < len(opened):
             continue  # other operations on a part, which is refused later
         subs = [*map(scan_of, eqns)]
         slices = zip(*(sub.split(eqn.invars)[2] for sub, eqn in zip(subs, eqns, strict=True)), strict=False)

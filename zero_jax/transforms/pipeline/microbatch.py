@@ -26,7 +26,7 @@ from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role, pipeline_p, role_of
+from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, Role, pipeline_p, role_of
 
 # The layers within the loss of a microbatch: of the constants and carries of the scan, without what it slices.
 layers_p = jex_core.Primitive("zero_layers")
@@ -70,11 +70,12 @@ class _Trace:
     variables: Mapping[Any, Any]  # its own, by those of the trace on the batch
 
     @classmethod
-    def of(cls, closed: Any, batch: Any) -> _Trace:
-        """Returns a trace beside the one on the batch."""
+    def of(cls, closed: Any, batch: Any, *, of_one: bool) -> _Trace:
+        """Returns a trace beside the one on the batch; it is `of_one` example where others are compared with that."""
         own, first = (jaxprs.open_jaxpr(x)[0] for x in (closed, batch))
         if [eqn.primitive.name for eqn in own.eqns] != [eqn.primitive.name for eqn in first.eqns]:
-            raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
+            why = "loss_fn does something else on a microbatch than on the batch, outside of its layers"
+            raise CannotCut(OF_ONE if of_one else why)
         made = [[*x.constvars, *x.invars, *(var for eqn in x.eqns for var in eqn.outvars)] for x in (first, own)]
         return cls(closed, dict(zip(*made, strict=True)))
 
@@ -122,7 +123,9 @@ class LossTraces:
     ):
         self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
-        self.batch, self.microbatch, *others = (_Trace.of(x, whole) for x in (whole, *parts))
+        of_one = [False, len(parts) > 1, False, False]
+        traces = (_Trace.of(x, whole, of_one=flag) for x, flag in zip((whole, *parts), of_one, strict=False))
+        self.batch, self.microbatch, *others = traces
         self.compared = others or [self.batch, self.microbatch]
         eqns = self.whole.eqns
         self.after = made_of(eqns[self.index].outvars, eqns)  # the layers and what is made of them

@@ -22,6 +22,7 @@ class StagedLayers:
       travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
       bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
       sent: what a device sends to other stages in a step, each as phase (``forward`` or ``backward``), dtype and bytes.
+      num_kept: the microbatches whose activations a stage keeps at most: with 1F1B more of a chain before its own.
       recomputed: whether a stage is recomputed in the backward pass, and keeps its input alone.
       stacked: whether the layers are of a Python loop, whose params are stacked in each step.
     """
@@ -31,6 +32,7 @@ class StagedLayers:
     travelling: tuple[str, ...]
     bytes_per_tick: int
     sent: tuple[tuple[str, str, int], ...]
+    num_kept: int
     recomputed: bool
     stacked: bool = False
 
@@ -47,6 +49,7 @@ class PipelineReport(Report):
       why_none: why there are no stages at all, and what to do; empty if there are some.
       schedule: ``gpipe``, ``circular:N``, ``1f1b`` or ``1f1b:N`` (`ZeroConfig.pipeline`).
       warning: what to change in the mesh; empty if there is nothing.
+      unfused: why attention is not fused, though the config asks for it; empty if that is not for the stages.
 
     Example:
       >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
@@ -62,6 +65,7 @@ class PipelineReport(Report):
     why_none: str = ""
     schedule: str = "gpipe"
     warning: str = ""
+    unfused: str = ""
 
     @property
     def num_kept(self) -> int:
@@ -107,7 +111,8 @@ class PipelineReport(Report):
             num_bytes = format_bytes(loop.bytes_per_tick)
             lines.append(f"  from stage to stage: {', '.join(loop.travelling)}: {num_bytes} a device and tick")
         lines += [f"left as it is: {item}" for item in self.left]
-        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
+        ends = ("attention is not fused", self.unfused), ("warning", self.warning)
+        return "\n".join([*lines, *(f"{name}: {why}" for name, why in ends if why)])
 
 
 def staged_layers(entry: FoundLoop) -> StagedLayers:
@@ -139,6 +144,7 @@ def staged_layers(entry: FoundLoop) -> StagedLayers:
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
         sent=tuple(sent),
+        num_kept=schedule.num_kept(loop.num_stages, loop.num_microbatches),
         recomputed=loop.recompute and loop.policy is None,
         stacked=entry.is_rolled,
     )

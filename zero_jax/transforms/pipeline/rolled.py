@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from zero_jax.dims import is_contraction
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate_equations, flattened, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.program.loss import Traced
+from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.blocks import find_blocks
 from zero_jax.transforms.eqn_sequence import EqnSequence
@@ -53,44 +54,154 @@ class _Loop:
     ys: Sequence[Place]
 
 
-def rolled(traced: Traced) -> Traced:
-    """Returns a program whose equal layers of Python loops are scans; itself if it has none, or scans over layers.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loops:
+    """The loops over equal layers of a jaxpr.
+
+    Attributes:
+      sequence: the equations on activations.
+      loops: the loops, by the place in the sequence where they begin.
+      others: the blocks that are like layers of a loop, and in none.
+      refusals: why others are no loops.
+    """
+
+    sequence: EqnSequence
+    loops: dict[int, _Loop] = dataclasses.field(default_factory=dict)
+    others: list[str] = dataclasses.field(default_factory=list)
+    refusals: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, facts: Facts, *, tied: bool = False) -> _Loops:
+        """Returns the loops of a jaxpr; if `tied`, of layers that share their params.
+
+        What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is
+        made in the first of them.
+        """
+        found = cls(sequence=(sequence := EqnSequence(facts, tied=tied)))
+        turns = EqualLayers(facts, sequence)
+        runs = [[*run] for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat)]
+        bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
+        edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
+        for run, start, stop in zip(bounds, *edges, strict=False):
+            inside = (facts.jaxpr.eqns[i] for i in sequence.eqns[run[0] : run[-1]])
+            if not any(is_contraction(each) for eqn in inside for each in equations_of(eqn)):
+                continue  # sums of embeddings, no layers
+            try:
+                layers = turns.layers(run, start, stop)
+                found.loops.update({each[0]: _loop(facts, sequence.eqns, turns, each) for each in layers})
+                found.others.extend(turns.others(run, layers))
+            except CannotCut as error:
+                found.refusals.append(str(error))
+        return found
+
+    @property
+    def num_params(self) -> int:
+        """How many params are used, each slice of one counted."""
+        return len(self.sequence.params_of(0, len(self.sequence.eqns)))
+
+    def num_outside(self, num_groups: int) -> int:
+        """Returns how many of these are in no loop over as many layers as there are groups."""
+        loops = [(start, loop.stop) for start, loop in self.loops.items() if len(loop.layers) >= num_groups]
+        return self.num_params - len(frozenset[int]().union(*itertools.starmap(self.sequence.params_of, loops)))
+
+    def lost(self, num_groups: int) -> str:
+        """Says which layers cannot be in as many groups; empty if all can."""
+        few = [n for loop in self.loops.values() if (n := len(loop.layers)) < num_groups]
+        lost = [f"only {number} in turn are equal, and the stages have {num_groups} groups" for number in few]
+        lost += [f"not equal to the others are {blocks}" for blocks in self.others]
+        return "; ".join([*lost, *self.refusals]) or ("" if self.loops else "none of them are equal")
+
+
+class RolledProgram(LossProgram):
+    """A program whose equal layers of Python loops are scans; one that has none, or scans over layers, as it is.
 
     Layers are equal where they have the same equations on values of the same shapes, and each takes from the one before
     what that takes from the one before it. What all of them read is a constant of the scan; all of their params may be,
     if no layers have their own. Layers that are only within a `jax.checkpoint` around all of them are taken out of it:
     stages are recomputed as the config says.
+
+    Kernels of attention with windows of their own make layers unequal: several in turn are one, or one of them is none.
+    If fewer are in stages then, attention is left as the model has it, and masks are data of the layers.
+
+    Args:
+      before: the program, with fused attention.
+      own: the program with attention as the model has it.
+      num_groups: the groups of layers of all stages: fewer layers cannot be cut.
     """
-    # Layers with params of their own come first, and those outside of a `jax.checkpoint` before what is within one.
-    for tied, kinds in itertools.product((False, True), (("call",), ("call", "remat"))):
-        flat = flattened(traced.closed, kinds=kinds)
-        closed = layers_in_order(flat, traced.num_params)
-        jaxpr, consts = open_jaxpr(closed)
-        facts = _facts(jaxpr, traced.num_params)
-        if (layer_scans if tied else scans_over_params)(facts):
-            scans = _by_index(closed, traced.num_params)
-            return traced if scans is flat and "remat" not in kinds else traced.rewritten(scans)
-        order, loops, _ = _loops(facts, tied=tied)
-        if loops:
-            break
-    else:
-        return traced
 
-    def run(*leaves: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True))
-        evaluate_equations(filter(facts.only_params, jaxpr.eqns), env)
-        place = 0
-        while place < len(order):
-            loop = loops.get(place)
-            if loop is not None:
-                _run(loop, env)
-            else:
-                evaluate_equations([jaxpr.eqns[order[place]]], env)
-            place = place + 1 if loop is None else loop.stop
-        return values_of(jaxpr.outvars, env)
+    before: LossProgram
 
-    scans = trace_flat(run, [var.aval for var in jaxpr.invars])
-    return traced.rewritten(_by_index(scans, traced.num_params))
+    def __init__(self, before: LossProgram, own: LossProgram, num_groups: int):
+        super().__init__(before.fn, before, lambda traced: traced)
+        self.own, self.num_groups = own, num_groups
+
+    def made(self, *args: Any) -> Traced:
+        """Returns the program for arguments of these shapes."""
+        return self.chosen(*args)[0].program()
+
+    def why_own(self, *args: Any) -> str:
+        """Says why attention is left as the model has it, though kernels are asked for; empty if it is not."""
+        return self.chosen(*args)[1]
+
+    def chosen(self, *args: Any) -> tuple[_LayersOfLoops, str]:
+        """Returns the layers for arguments of these shapes, and why they are without fused attention if they are."""
+        traced, own = self.before.trace(*args), self.own.trace(*args)
+        fused = _LayersOfLoops(traced)
+        if traced is own or fused.are_scans or not (lost := fused.found.lost(self.num_groups)):
+            return fused, ""
+        own = _LayersOfLoops(own)
+        num_outside = [0 if x.are_scans else x.found.num_outside(self.num_groups) for x in (fused, own)]
+        if num_outside[0] < fused.found.num_params and num_outside[0] <= num_outside[1]:
+            return fused, ""
+        why = "stages are of equal layers, which those of a Python loop are not if their kernels have other windows"
+        return own, f"{why}: {lost}; give fewer stages, or windows that recur every few layers"
+
+
+class _LayersOfLoops:
+    """The layers of a program that may be stages: those of scans, or else the equal ones of Python loops."""
+
+    def __init__(self, traced: Traced):
+        self.traced = traced
+        # Layers with params of their own come first, and those outside of a `jax.checkpoint` before what is within one.
+        for tied, self.kinds in itertools.product((False, True), (("call",), ("call", "remat"))):
+            self.flat = flattened(traced.closed, kinds=self.kinds)
+            self.closed = layers_in_order(self.flat, traced.num_params)
+            self.facts = _facts(open_jaxpr(self.closed)[0], traced.num_params)
+            self.are_scans = bool((layer_scans if tied else scans_over_params)(self.facts))
+            if self.are_scans:
+                break
+            self.found = _Loops.of(self.facts, tied=tied)
+            if self.found.loops:
+                break
+
+    def program(self) -> Traced:
+        """Returns the program with a scan for each loop; warns of what is like layers of a loop, and is none."""
+        traced, jaxpr = self.traced, self.facts.jaxpr
+        if self.are_scans:
+            scans = _by_index(self.closed, traced.num_params)
+            return traced if scans is self.flat and "remat" not in self.kinds else traced.rewritten(scans)
+        consts, order, loops = open_jaxpr(self.closed)[1], self.found.sequence.eqns, self.found.loops
+        if not loops:
+            return traced
+        for blocks in self.found.others:
+            what = "are not cut into stages, as they are not equal to the others: they run on the whole batch"
+            warnings.warn(f"pipe: {blocks}, {what}", stacklevel=2)
+
+        def run(*leaves: Any) -> list[Any]:
+            env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True))
+            evaluate_equations(filter(self.facts.only_params, jaxpr.eqns), env)
+            place = 0
+            while place < len(order):
+                loop = loops.get(place)
+                if loop is not None:
+                    _run(loop, env)
+                else:
+                    evaluate_equations([jaxpr.eqns[order[place]]], env)
+                place = place + 1 if loop is None else loop.stop
+            return values_of(jaxpr.outvars, env)
+
+        scans = trace_flat(run, [var.aval for var in jaxpr.invars])
+        return traced.rewritten(_by_index(scans, traced.num_params))
 
 
 def _by_index(closed: Any, num_params: int) -> Any:
@@ -120,7 +231,7 @@ def why_no_layers(traced: Traced) -> str:
     facts = _facts(open_jaxpr(closed)[0], traced.num_params)
     if others := other_loops(facts):
         return "; ".join(others)
-    if differing := _loops(facts)[2] or _loops(facts, tied=True)[2]:
+    if differing := _Loops.of(facts).refusals or _Loops.of(facts, tied=True).refusals:
         return (
             f"{'; '.join(differing)}: let all layers do the same, with numbers or masks of their own where they "
             "differ, or scan over groups of layers that are equal"
@@ -158,30 +269,6 @@ class _FrozenParams(_MadeBefore):
     def constant(self, atom: Any) -> Origin:
         """Returns the origin of a literal, or of an array that the function closes over."""
         return super().constant(atom) or Origin(frozenset({-1}), atom)
-
-
-def _loops(facts: Facts, *, tied: bool = False) -> tuple[list[int], dict[int, _Loop], list[str]]:
-    """Returns the equations on activations, the loops over equal layers by where they begin, and why others are none.
-
-    What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
-    in the first of them.
-    """
-    sequence = EqnSequence(facts, tied=tied)
-    loops, refusals, turns = dict[int, _Loop](), list[str](), EqualLayers(facts, sequence)
-    runs = [[*run] for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat)]
-    bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
-    edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
-    for run, start, stop in zip(bounds, *edges, strict=False):
-        inside = (facts.jaxpr.eqns[i] for i in sequence.eqns[run[0] : run[-1]])
-        if not any(is_contraction(each) for eqn in inside for each in equations_of(eqn)):
-            continue  # sums of embeddings, no layers
-        try:
-            found = turns.layers(run, start, stop)
-            loops |= {bounds[0]: _loop(facts, sequence.eqns, turns, bounds) for bounds in found}
-            turns.warn_of_others(run, found)
-        except CannotCut as error:
-            refusals.append(str(error))
-    return sequence.eqns, loops, refusals
 
 
 def _run(loop: _Loop, env: dict[Any, Any]) -> None:

@@ -255,15 +255,15 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         if not is_of_schedule and "may be mixed" in reasons:
             other = "; mix examples behind the layers: these may return sums and means over the batch"
+        elif not is_of_schedule and "places of examples" in reasons:
+            other = "; make these a leaf of the batch, as jnp.arange(n) is"
         elif not is_of_schedule and "are sorted together" in reasons:
             other = "; sort what each example has by itself, by jax.lax.map over the examples, as tokens by experts"
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )
     if why := why_no_layers(traced):
-        is_fused = stages.fuses_attention and "zero_attention" in why
-        other = "; or set attention='own', with which windows are masks" if is_fused else ""
-        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}{other}; or leave pipe out"
+        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}; or leave pipe out"
     return (
         f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "
         "layers, which could be the stages of a pipeline: stack the params of equal layers and scan over them "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -169,19 +168,14 @@ class EqualLayers:
         parts = [bounds[i : j + 1] for i, j in itertools.pairwise([*begins, len(layers)]) if j - i > 1]
         return parts or [bounds]
 
-    def warn_of_others(self, blocks: Sequence[int], loops: Sequence[Sequence[int]]) -> None:
-        """Warns of the blocks that are not among the layers of some loops."""
+    def others(self, blocks: Sequence[int], loops: Sequence[Sequence[int]]) -> Iterator[str]:
+        """Yields which blocks are not among the layers of some loops, if there are any."""
         uses = [self.sequence.uses(*pair) for pair in itertools.pairwise(blocks)]
         within = np.concatenate([self.sequence.uses(bounds[0], bounds[-1]) for bounds in loops])
         others = [i for i, each in enumerate(uses) if not np.isin(each, within).all()]
         if others:
             where = [line_of(self.eqns[self.sequence.eqns[blocks[i]]]) for i in others[:4]]
-            warnings.warn(
-                f"pipe: {_numbers(others)} of {len(blocks) - 1} of a Python loop, at "
-                f"{', '.join(dict.fromkeys(where))}, are not cut into stages, as they are not equal to the others: "
-                "they run on the whole batch",
-                stacklevel=2,
-            )
+            yield f"{_numbers(others)} of {len(blocks) - 1} of a Python loop, at {', '.join(dict.fromkeys(where))}"
 
 
 def _operands(eqn: Any) -> list[Any]:

@@ -47,6 +47,7 @@ from zero_jax.transforms.gather.products import (
     holds_convolution,
     is_by_rows,
     is_partitioned_wrongly,
+    of_blocks,
     refuse_convolution,
 )
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product, where_sent
@@ -161,6 +162,9 @@ class GatherWalk(Walk[GatherFrame]):
             is_product = is_contraction(eqn) and any(isinstance(value, Lazy) for value in values)
             if not is_product and (sub is None or sub.kind != "call"):
                 values = [value.at_home() for value in values]
+        # A weight of rows that each device has sorted by itself: gradients go to its copies, not through `shard_map`.
+        if any(isinstance(value, Lazy) and value.is_shard for value in values) and (inner := of_blocks(eqn)) is not None:
+            eqn = inner
         return super().equation(eqn, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
@@ -298,7 +302,10 @@ class GatherWalk(Walk[GatherFrame]):
         if id(eqn) not in self.mixed or self.options.mapped:
             return False
         shards = [isinstance(value, Lazy) and value.is_shard for value in values]
-        return shards == [False, True, False] and is_by_rows(eqn, self.options.mesh, self.options.axes)
+        if shards != [False, True, False]:
+            return False
+        # Sizes of groups of each device's own rows have two dims.
+        return values[2].array.ndim == 2 or is_by_rows(eqn, self.options.mesh, self.options.axes)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""

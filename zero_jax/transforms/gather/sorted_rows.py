@@ -129,7 +129,7 @@ class _Blocks(Walk[None]):
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         is_sorted = sub.kind != "while" and any(isinstance(value, _Sorted) for value in values)
-        return (is_sorted and not is_activation(eqn)) or any(map(_is_of_rows, equations_of(eqn, skip=MANUAL)))
+        return is_sorted or any(map(_is_of_rows, equations_of(eqn, skip=MANUAL)))
 
     def materialize(self, value: Any, eqn: Any, frame: None) -> Any:
         return self.plain(value)
@@ -162,7 +162,7 @@ class _Blocks(Walk[None]):
             return made
         if any(isinstance(value, _Sorted) for value in values):
             return self.by_row(eqn, values)
-        if values and all(map(_is_scalar, values)) and len(eqn.outvars) == 1:
+        if values and all(map(_is_scalar, values)) and [x.aval.shape for x in eqn.outvars] == [()]:
             return [_known(eqn, values)]
         outs, name = bind(eqn, [*map(_array, values)]), eqn.primitive.name
         if name == "iota":

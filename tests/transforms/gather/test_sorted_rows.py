@@ -1,4 +1,4 @@
-"""Experts that sort the tokens of all examples: each device sorts its own where that is the same, and nothing is sent."""
+"""Experts that sort the tokens of all examples: devices sort their own where that is the same, and send none."""
 
 import functools
 
@@ -81,7 +81,6 @@ def descending(params, x):
     order = jnp.argsort(-expert)
     sizes = jnp.array([0, 37, 1, 90, 0, 61, 5, 6], jnp.int32)
     y = experts(params, x[order // K], sizes * len(order) // 200)
-    y = jnp.where((jnp.argsort(order) < len(order) // 2)[:, None], y[jnp.argsort(order)], 0) if len(x) < 8 else y
     return jnp.zeros_like(x).at[order // K].add(y * weight.reshape(-1)[order][:, None])
 
 
@@ -92,6 +91,15 @@ def positions(params, x):
     place = jnp.arange(len(order)) - (jnp.cumsum(sizes) - sizes)[expert[order]]
     y = experts(params, x[order // K], sizes) * (place < 4)[:, None]
     return jnp.zeros_like(x).at[order // K].add(y * weight.reshape(-1)[order][:, None])
+
+
+def promised(params, x):
+    """What is sorted is said to be."""
+    _, expert = route(params, x)
+    order = jnp.argsort(expert)
+    y = experts(params, x[order // K], jnp.bincount(expert, length=E))
+    means = jax.ops.segment_sum(y, expert[order], E, indices_are_sorted=True)
+    return jnp.zeros_like(x).at[order // K].add(y) + means.mean(0)
 
 
 def neighbours(params, x):
@@ -113,6 +121,19 @@ def places_as_numbers(params, x):
     """Where a token is in the order of all is a feature of it."""
     order = jnp.argsort(x[:, 0])
     return x * jnp.argsort(order)[:, None] / len(order)
+
+
+def routed_apart(params, x):
+    """Tokens are sorted in a region of their own, and multiplied outside of it."""
+
+    @jax.checkpoint
+    def routed(router, x):
+        _, expert = route({"router": router}, x)
+        order = jnp.argsort(expert)
+        return order, x[order // K], jnp.bincount(expert, length=E)
+
+    order, rows, sizes = routed(params["router"], x)
+    return jnp.zeros_like(x).at[order // K].add(experts(params, rows, sizes))
 
 
 def other_rows(params, x):
@@ -145,7 +166,7 @@ def loss(layer, params, batch):
 
 
 SAME = [added, summed, inverted, scattered, written, descending]
-OTHERS = [positions, neighbours, left_sorted, places_as_numbers, other_rows, overwritten]
+OTHERS = [promised, routed_apart, positions, neighbours, left_sorted, places_as_numbers, other_rows, overwritten]
 
 
 def changed(layer, mesh):

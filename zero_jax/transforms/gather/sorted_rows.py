@@ -73,14 +73,17 @@ class _Keys:
 
         Sizes are mostly how often each number is a key. Else the rows' places in the order of all are needed.
         """
-        counts = (self.array[..., None] == jnp.arange(len(sizes), dtype=self.array.dtype)).sum(1, dtype=sizes.dtype)
+        is_float = jnp.issubdtype(self.array.dtype, jnp.floating)
+        dtype = jnp.promote_types(self.array.dtype, jnp.float32 if is_float else jnp.int32)  # that has all numbers
+        sizes, numbers = sizes.astype(jnp.int32), jnp.arange(len(sizes), dtype=dtype)
+        counts = (self.array.astype(dtype)[..., None] == numbers).sum(1, dtype=jnp.int32)
 
         def by_place() -> Any:
             places = jnp.argsort(jnp.argsort(self.array.reshape(-1))).reshape(self.array.shape)
-            before = (places[..., None] < jnp.cumsum(sizes)).sum(1, dtype=sizes.dtype)
-            return jnp.diff(before, axis=1, prepend=jnp.zeros((len(before), 1), before.dtype))
+            before = (places[..., None] < jnp.cumsum(sizes)).sum(1, dtype=jnp.int32)
+            return jnp.diff(before, axis=1, prepend=jnp.zeros((len(before), 1), jnp.int32))
 
-        is_counted = (counts.sum(0, dtype=sizes.dtype) == sizes).all() & (sizes.sum() == self.array.size)
+        is_counted = (counts.sum(0) == sizes).all() & (sizes.sum() == self.array.size)
         return lax.cond(is_counted, lambda: counts, by_place)
 
 
@@ -144,7 +147,8 @@ class _Blocks(Walk[None]):
         return self.plain(value)
 
     def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: None) -> list[Any]:
-        outs = self.run(jaxpr, values, frame)
+        keys = {**self.keys}
+        outs, self.keys = self.run(jaxpr, values, frame), keys  # those of a region are not there outside of it
         if kind_of(eqn) != "remat":
             return [self.plain(value) for value in outs]
         self.leaving = [value.with_arrays([None]) if isinstance(value, _Sorted) else None for value in outs]
@@ -157,6 +161,8 @@ class _Blocks(Walk[None]):
         return [array if value is None else value.with_arrays([array]) for value, array in pairs]
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        if eqn.params.get("indices_are_sorted"):  # as those of all are, and of each device may not be
+            values = [*map(self.plain, values)]
         special = _SPECIAL.get(eqn.primitive.name)
         if special is not None and (made := special(self, eqn, *values)) is not None:
             return made
@@ -188,11 +194,12 @@ class _Blocks(Walk[None]):
 
     def sorted_dim(self, eqn: Any, result: int, values: list[Any]) -> Any:
         """Returns the dim of the sorted rows in a result, None where that does not depend on their order, or "lost"."""
-        dims = [(i, x.dim) for i, x in enumerate(values) if isinstance(x, _Sorted)]
+        found = [(i, x) for i, x in enumerate(values) if isinstance(x, _Sorted)]
+        dims = [(i, x.dim) for i, x in found if x.dim is not None]
         name, known = eqn.primitive.name, known_primitives().get(eqn.primitive.name)
-        if len({x.number for x in values if isinstance(x, _Sorted)}) > 1 or None in [dim for _, dim in dims]:
+        if len({x.number for _, x in found}) > 1 or len(dims) < len(found):
             return "lost"
-        if name in _AS_THEY_ARE:
+        if name in _AS_THEY_ARE and len(eqn.invars) == len(eqn.outvars):
             return dict(dims).get(result)
         if is_activation(eqn):
             return dims[0][1]
@@ -211,13 +218,16 @@ class _Blocks(Walk[None]):
 
     def is_sum(self, eqn: Any, values: list[Any]) -> bool:
         """Tells whether all rows are added somewhere, each where its own number says."""
-        _, index, updates = values
-        if not isinstance(index, _Sorted) or index.dim is None:
+        (_, index, updates), numbers = values, eqn.params["dimension_numbers"]
+        places = _places(numbers.update_window_dims, eqn.invars[2].aval.ndim)
+        if numbers.operand_batching_dims or not isinstance(index, _Sorted) or index.dim is None:
             return False
-        places = _places(eqn.params["dimension_numbers"].update_window_dims, eqn.invars[2].aval.ndim)
+        if index.dim >= len(places):  # the numbers of one place
+            return False
         at = places[index.dim]
-        is_same = isinstance(updates, _Constant) and at in updates.same_along
-        return is_same or (isinstance(updates, _Sorted) and updates.dim == at)
+        if isinstance(updates, _Constant):
+            return at in updates.same_along
+        return isinstance(updates, _Sorted) and updates.dim == at
 
     def known_rows(self, eqn: Any, values: list[Any]) -> Any:
         """Returns what a result is for each row, where that is known when the program is traced."""
@@ -258,7 +268,8 @@ class _Blocks(Walk[None]):
     def lookup(self, eqn: Any, table: Any, index: Any) -> list[Any] | None:
         """Looks rows up in the order of a sort, or brings them home."""
         numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-        is_whole = _is_of_whole_rows(eqn, numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims, 1)
+        at, gone, kept = numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims
+        is_whole = _is_of_whole_rows(eqn, at, gone, kept, out.shape)
         if not is_whole or not isinstance(index, _Sorted):
             return None
         goes = index.dim == 0 and not isinstance(table, _Sorted)
@@ -274,9 +285,10 @@ class _Blocks(Walk[None]):
         numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
         at, gone, kept = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, numbers.update_window_dims
         is_sorted = isinstance(index, _Sorted) and index.dim == 0 and not isinstance(whole, _Sorted)
-        if not is_sorted or not _is_of_whole_rows(eqn, at, gone, kept, 2) or not self.is_local(eqn, index):
+        added = eqn.invars[2].aval.shape
+        if not is_sorted or not _is_of_whole_rows(eqn, at, gone, kept, added) or not self.is_local(eqn, index):
             return None
-        is_each = eqn.invars[2].aval.shape[0] == out.shape[0]  # each is written once
+        is_each = added[0] == out.shape[0]  # each is written once
         comes = isinstance(updates, _Sorted) and (updates.number, updates.dim) == (index.number, 0)
         is_places = eqn.primitive.name == "scatter" and isinstance(updates, _Constant) and updates.is_count and is_each
         if not is_places and not (comes and (is_each or eqn.primitive.name in _SUMS)):
@@ -288,7 +300,8 @@ class _Blocks(Walk[None]):
     def product(self, eqn: Any, rows: Any, weight: Any, *sizes: Any) -> list[Any] | None:
         """Multiplies groups of sorted rows, each device its own."""
         is_sorted = isinstance(rows, _Sorted) and rows.dim == 0 and len(sizes) == 1
-        if not is_sorted or any(isinstance(x, _Sorted) for x in (weight, *sizes)) or not is_of_rows(eqn):
+        is_known = is_sorted and rows.number in self.keys and is_of_rows(eqn)
+        if not is_known or any(isinstance(x, _Sorted) for x in (weight, *sizes)):
             return None
         with source_context(eqn):
             own = self.keys[rows.number].group_sizes(_array(sizes[0]))
@@ -349,13 +362,11 @@ def _places(windows: Sequence[int], num_dims: int) -> list[int]:
     return [dim for dim in range(num_dims) if dim not in windows]
 
 
-def _is_of_whole_rows(eqn: Any, at: Sequence[int], gone: Sequence[int], kept: Sequence[int], few: int) -> bool:
-    """Tells whether places of the first dims are looked up, or written to, along the first dim of an array.
-
-    `few` is the number of the operand with what is written, or 1 for a lookup, whose result has what is read.
-    """
+def _is_of_whole_rows(
+    eqn: Any, at: Sequence[int], gone: Sequence[int], kept: Sequence[int], part: Sequence[int]
+) -> bool:
+    """Tells whether entire rows of the first operand are looked up or written, at places that come first in `part`."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    part = (eqn.outvars[0] if few == 1 else eqn.invars[few]).aval.shape
     places = _places(kept, len(part))
     is_first = places == [*range(len(places))] and tuple(part[len(places) :]) == tuple(shape[1:])
     return tuple(at) == tuple(gone) == (0,) and not numbers.operand_batching_dims and is_first

@@ -163,9 +163,9 @@ class GatherWalk(Walk[GatherFrame]):
             if not is_product and (sub is None or sub.kind != "call"):
                 values = [value.at_home() for value in values]
         # A weight of rows that each device has sorted by itself: gradients go to its copies, not through `shard_map`.
-        if any(isinstance(value, Lazy) and value.is_shard for value in values) and (inner := of_blocks(eqn)) is not None:
-            eqn = inner
-        return super().equation(eqn, values, frame)
+        has_shard = any(isinstance(value, Lazy) and value.is_shard for value in values)
+        inner = of_blocks(eqn) if has_shard else None
+        return super().equation(eqn if inner is None else inner, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates an equation that is not looked into."""

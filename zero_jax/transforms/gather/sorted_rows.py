@@ -210,9 +210,9 @@ class _Blocks(Walk[None]):
             return None
         if name in _SUMS and not isinstance(values[0], _Sorted) and self.is_sum(eqn, values):
             return None
-        if len(to) != 1 or None in to:
+        dim = to.pop()
+        if to or dim is None:
             return "lost"
-        (dim,) = to
         others = [(values[i], at) for i, at in maps.kept[dim] if (i, at) not in dims]
         return dim if all(isinstance(x, _Constant) and at in x.same_along for x, at in others) else "lost"
 

@@ -4,9 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from gathering import activations, check, compiled_step, normal
+from gathering import check, compiled_step, normal
 from jax import lax
 from reference import mesh_of
 
@@ -208,9 +207,10 @@ def test_rows_are_sorted_on_meshes_of_several_axes(mesh):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("layer", [added, inverted])
-def test_sorted_experts_send_their_params_alone(layer):
+@pytest.mark.parametrize(("layer", "stage"), [(added, 3), (inverted, 1)])
+def test_sorted_experts_send_their_params_alone(layer, stage):
     pytest.importorskip("libtpu")
-    compiled = compiled_step(functools.partial(loss, layer), functools.partial(init, 256, 512), (32, 64, 256), 2)
-    assert activations(zero.comms.measure(compiled)) < 0.05 * sum(x.size * 2 for x in init(256, 512).values())
-    assert np.isfinite(zero.memory.measure(compiled).residual_bytes)
+    size = sum(x.size * 2 for x in init(256, 512).values())
+    compiled = compiled_step(functools.partial(loss, layer), functools.partial(init, 256, 512), (32, 64, 256), stage)
+    ideal = {1: 2, 3: 3}[stage] * size * 15 / 16
+    assert zero.comms.measure(compiled).sent_bytes < 1.02 * ideal

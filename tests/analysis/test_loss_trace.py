@@ -235,8 +235,8 @@ EXAMPLES = 32 * LENGTH * WIDTH  # elements of the rows that are looked up
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
-def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tied, k):
+@pytest.mark.parametrize(("stage", "k"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tied, stage, k):
     def init(key):
         params = {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}
         return params if is_tied else {**params, "head": jnp.zeros((VOCAB, WIDTH))}
@@ -246,20 +246,25 @@ def test_rows_that_are_looked_up_move_and_the_last_param_is_gathered_once(is_tie
         return jax.nn.logsumexp(x @ params["embed" if is_tied else "head"].T, axis=-1).mean()
 
     mesh = zero.make_mesh(data=8)
-    config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=1, num_microbatches=k)
+    config = zero.ZeroConfig(stage=stage, precision="bf16", min_shard_size=1, num_microbatches=k)
     state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
     found = trace_loss(loss, state.params, jax.ShapeDtypeStruct((32, LENGTH), jnp.int32), mesh=mesh, config=config)
-    sent = comms.estimate(state, mesh=mesh, config=config, traced=found)
+    sent = functools.partial(comms.estimate, state, mesh=mesh)
     table, mid, rows = (n * 2 * 7 / 8 for n in (VOCAB * WIDTH, WIDTH * WIDTH, EXAMPLES / 8))
-    assert {(row.kind, row.phase): row.total_sent_bytes for row in sent.rows} == {
+    all_params = table * (1 if is_tied else 2) + mid
+    gathers = {
         ("all-gather", "forward"): k * (table + mid),
         ("all-gather", "backward"): k * mid,
-        ("reduce-scatter", "backward"): k * (table + mid),
         ("all-to-all", "forward"): rows + k * table / 8,  # from shards of rows to shards of features
+    }
+    assert {(row.kind, row.phase): row.total_sent_bytes for row in sent(config=config, traced=found).rows} == {
+        **(gathers if stage == 3 else {("all-gather", "update"): all_params}),
+        ("reduce-scatter", "backward"): k * (table + mid),
         ("all-to-all", "backward"): rows + k * table / 8,
     }
-    formula = comms.estimate(state, mesh=mesh, config=config)
-    assert formula.sent_bytes == 3 * k * (table * (1 if is_tied else 2) + mid)
+    assert sent(config=config).sent_bytes == (3 * k if stage == 3 else k + 1) * all_params
+    other = dataclasses.replace(config, stage=5 - stage if stage > 1 else 3)
+    assert sent(config=other, traced=found).sent_bytes == sent(config=other).sent_bytes  # the trace is of another stage
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data_0": 4, "data_1": 2}], ids=["1 axis", "2 axes"])

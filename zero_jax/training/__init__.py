@@ -17,11 +17,11 @@ from zero_jax.training.loss.function import (
     key_parameter,
     normalize_loss,
 )
+from zero_jax.training.loss.param_uses import ParamUses
 from zero_jax.training.loss.program import StepLoss, cast_batch
 from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_costs, with_values
 from zero_jax.training.loss.trace import (
     LossTrace,
-    ParamUses,
     pipeline_report,
     share_staying,
     to_experts,

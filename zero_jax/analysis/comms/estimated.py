@@ -147,7 +147,7 @@ def estimate(
     rows: list[EstimateRow] = []
     params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
-    known = traced.uses if traced and "params" in placement.groups else {}  # a trace may be of another stage
+    known = traced.uses if traced and {*traced.sharded} == placement.groups else {}  # a trace may be of another stage
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
         phases = {"forward", *(["backward"] if any(needed) else ())}  # any: else there is no backward pass
         # Rows that are looked up go to their examples, and what a pass ends with is not gathered again.

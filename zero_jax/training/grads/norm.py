@@ -51,7 +51,7 @@ def global_norm(arrays: Sequence[jax.Array]) -> GlobalNorm:
     dtype = jnp.finfo(promoted(*(wide(x.dtype) for x in arrays))).dtype
     sums_of = functools.partial(_squares, dtype=dtype)
     # One vector of all sums: one small all-reduce.
-    sums = jnp.stack(jax.tree.leaves(map_on_device(sums_of, arrays))).reshape(len(arrays), -1)
+    sums = lax.concatenate(map_on_device(sums_of, arrays), 0).reshape(len(arrays), -1)
     # A scaled sum is finite where the array is.
     bad, totals = ~jnp.isfinite(sums[:, 1]), sums.sum(0)
     fits = jnp.isfinite(totals[0])
@@ -71,11 +71,10 @@ def _scale(dtype: Any) -> float:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _squares(x: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of squares of an array, and that of the array scaled down."""
+def _squares(x: jax.Array, *, dtype: Any) -> jax.Array:
+    """Returns two numbers: the sum of squares of an array, and that of the array scaled down."""
     parts = [y.astype(dtype) for y in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     # The squares of what is below 1 underflow. Without the selection XLA would square scalars before it scales them:
     # (y * c) * (y * c) becomes (y * y) * (c * c).
     scaled = [lax.select(lax.abs(y) < 1, lax.full_like(y, 0), y * _scale(dtype)) for y in parts]
-    total, scaled_total = (jnp.sum(functools.reduce(operator.add, map(lax.square, x))) for x in (parts, scaled))
-    return total, scaled_total
+    return jnp.stack([jnp.sum(functools.reduce(operator.add, map(lax.square, x))) for x in (parts, scaled)])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +16,12 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
-from zero_jax.hlo import gathered_path
-from zero_jax.program.jaxprs import inner_jaxprs, name_stack, open_jaxpr, source_line, without_dead_code
-from zero_jax.program.subcalls import subcall
-from zero_jax.sharding.chains import SENT, reshard_p
+from zero_jax.program.jaxprs import open_jaxpr, source_line, without_dead_code
+from zero_jax.sharding.chains import SENT
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.spec import dims_of, num_shards, without
 from zero_jax.training.loss.function import MeshLoss
+from zero_jax.training.loss.param_uses import ParamUses, phase_of, reshards, uses_of_params
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import merge, trainable
@@ -80,15 +78,6 @@ def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineR
         return program.report(*loss.shapes(params, batch))
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamUses:
-    """How a sharded param is used in a step."""
-
-    gathered_in: tuple[str, ...] = ()  # the phases, `forward` and `backward`
-    moves: tuple[Move, ...] = ()  # of rows that are looked up in it, not gathered, and of gradients of its copies
-    is_scattered: bool = False  # whether its gradient is reduce-scattered, and not only moved so
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
@@ -106,7 +95,9 @@ class LossTrace(Report):
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
-      uses: at stage 3 where params are gathered, and what else moves of them, by `escaped` path.
+      uses: by `escaped` path, at stage 3 where params are gathered, and what else moves of them; at stages 1 and 2
+        what moves of the gradients of tables whose rows are looked up.
+      sharded: the groups of the state that are sharded, which the `uses` are of.
 
     Example:
       >>> trace = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
@@ -124,6 +115,7 @@ class LossTrace(Report):
     unknown: str
     kernels: tuple[Kernel, ...] = dataclasses.field(default=(), repr=False)
     uses: Mapping[str, ParamUses] = dataclasses.field(default_factory=dict, repr=False)
+    sharded: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def param_bytes(self) -> float:
@@ -217,6 +209,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
         uses=_uses_of_params(loss, variables, microbatch) if with_uses else {},
+        sharded=tuple(sorted(loss.placement.groups)),
     )
 
 
@@ -229,14 +222,14 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     with on_mesh(placement.mesh):
         jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
-    for eqn, stack, times in _reshards(jaxpr, "", placement.grad_plan.num_microbatches):
+    for eqn, stack, times in reshards(jaxpr, times=placement.grad_plan.num_microbatches):
         if SENT not in stack:
             continue
         (aval,) = (var.aval for var in eqn.outvars)
         there, home = (set(dims_of(x, aval.ndim)) for x in eqn.params["forward"].shardings)
         axes = next(axes for axes in axes_of_experts if axes in there ^ home)  # those that move to another dim
         sent = aval.size * aval.dtype.itemsize / num_shards * (1 - 1 / axis_size(placement.mesh, axes))
-        fields = {"axes": axes, "dtype": str(aval.dtype), "phase": _phase(stack), "source": source_line(eqn)}
+        fields = {"axes": axes, "dtype": str(aval.dtype), "phase": phase_of(stack), "source": source_line(eqn)}
         moves.append(Move(kind="all-to-all", **fields, sent_bytes=sent, times=times))
     return moves
 
@@ -252,64 +245,14 @@ def share_staying(placement: Placement, moves: Sequence[Move]) -> float:
 
 
 def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[str, ParamUses]:
-    """Returns how params are used that are gathered over all axes of the batch, and summed at each use."""
+    """Returns how params are used whose gradients are summed at each use, over all axes of the batch."""
     placement, plan = loss.placement, loss.placement.grad_plan
     is_plain = placement.num_stages == 1 and not (plan.once_over or plan.at_use)
-    if "params" not in placement.groups or not is_plain or axis_size(placement.mesh, placement.axes.data) == 1:
+    if "master" not in placement.groups or not is_plain or axis_size(placement.mesh, placement.axes.data) == 1:
         return {}
     with on_mesh(placement.mesh):
         jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
-    eqns: dict[str, list[tuple[Any, str, int]]] = {}
-    for eqn, stack, times in _reshards(jaxpr, "", plan.num_microbatches):
-        path = gathered_path(stack)
-        if path is not None and eqn.params["forward"].shardings and SENT not in stack:
-            eqns.setdefault(path, []).append((eqn, _phase(stack), times))
-    num_axes = sum(placement.mesh.shape[axis] > 1 for axis in placement.axes.data)
-    return {path: _uses(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
-
-
-def _uses(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int) -> ParamUses:
-    """Returns how a param is used by the equations that move it, its rows and its gradients over some axes."""
-    phases, moves, num_gradients, num_of_copies = set[str](), list[Move](), 0, 0
-    for eqn, phase, times in eqns:
-        chain, back = eqn.params["forward"], eqn.params["backward"]
-        if chain.barrier:  # a gather
-            phases.add(phase)
-            continue
-        moves += _steps(eqn, phase=phase, times=times)
-        num_gradients += back.barrier
-        # Rows go the same way back. A copy of each device's own is gathered, and its gradient moves axis by axis.
-        num_of_copies += not back.barrier and 0 < len(back.shardings) < len(chain.shardings)
-    is_scattered = bool(phases) and (num_of_copies == 0 or num_gradients * num_axes > num_of_copies)
-    gathered_in = tuple(phase for phase in ("forward", "backward") if phase in phases)
-    return ParamUses(gathered_in=gathered_in, moves=tuple(moves), is_scattered=is_scattered)
-
-
-def _steps(eqn: Any, *, phase: str, times: int) -> Iterator[Move]:
-    """Yields the all-to-alls of a chain of shardings, each of which moves axes from some dims to others."""
-    (aval,), shardings = (var.aval for var in eqn.outvars), eqn.params["forward"].shardings
-    for before, after in itertools.pairwise(shardings):
-        dims = [dims_of(sharding, aval.ndim) for sharding in (before, after)]
-        axes = tuple(axis for old, new in zip(*dims, strict=True) for axis in new if axis not in old)
-        if sorted(itertools.chain(*dims[0])) != sorted(itertools.chain(*dims[1])) or not axes:
-            continue
-        sent = aval.size * aval.dtype.itemsize / num_shards(after.mesh, dims[1]) * (1 - 1 / axis_size(after.mesh, axes))
-        fields = {"kind": "all-to-all", "axes": axes, "dtype": str(aval.dtype), "phase": phase}
-        yield Move(**fields, sent_bytes=sent, times=times, source=source_line(eqn))
-
-
-def _reshards(jaxpr: Any, stack: str, times: int) -> Iterator[tuple[Any, str, int]]:
-    """Yields the equations that move params, activations and gradients, with their name stacks and times."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        of_eqn, sub = f"{stack}/{name_stack(eqn)}", subcall(eqn)
-        if eqn.primitive is reshard_p:
-            yield eqn, of_eqn, times
-        for inner in inner_jaxprs(eqn):
-            yield from _reshards(inner, of_eqn, times * (1 if sub is None else sub.length))
-
-
-def _phase(stack: str) -> str:
-    return "backward" if "transpose(" in stack else "forward"
+    return uses_of_params(jaxpr, placement)
 
 
 def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:

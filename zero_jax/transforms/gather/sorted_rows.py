@@ -28,7 +28,7 @@ from zero_jax.program.jaxprs import bind, bind_mapped, is_traced, open_jaxpr, so
 from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, kind_of
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
 from zero_jax.transforms.gather.per_device import split_dim
 from zero_jax.transforms.gather.products import is_of_rows, product_of_blocks
@@ -89,7 +89,8 @@ class _Keys:
 
 def sorted_by_device(closed: Any, states: Sequence[Any], *, mesh: Mesh, axes: Axes) -> Any:
     """Returns a closed jaxpr whose devices sort their own rows where that is the same; itself if they do nowhere."""
-    if axes.size_beside_batch(mesh) > 1 or not any(map(_is_of_rows, equations(closed, skip=MANUAL))):
+    is_alone = axes.size_beside_batch(mesh) == 1 < axis_size(mesh, axes.batch)
+    if not is_alone or not any(map(_is_of_rows, equations(closed, skip=MANUAL))):
         return closed
     examples = Examples(mesh, axes)
     examples.run(closed, states)
@@ -249,7 +250,7 @@ class _Blocks(Walk[None]):
             if not is_order or not all(isinstance(x, _Constant) and x.is_count for x in others):
                 return None
             made = self.sorted_blocks(eqn, values)
-            return [made[0], *(_Sorted(x, keys.number, None, np.arange(size)) for x in made[1:])]
+            return [made[0], *(_Sorted(x, keys.number, None, _numbers(x)) for x in made[1:])]
         if self.examples.operands.get(id(eqn), [None])[0] != 0 or any(isinstance(x, _Sorted) for x in others):
             return None
         number, self.num_sorts = self.num_sorts, self.num_sorts + 1
@@ -258,7 +259,7 @@ class _Blocks(Walk[None]):
         self.keys[number] = _Keys(self.split(_array(keys)))
         of_rows = [isinstance(x, _Constant) and x.is_count for x in values]
         pairs = zip(self.sorted_blocks(eqn, values), of_rows, strict=True)
-        return [_Sorted(x, number, 0, np.arange(size) if is_order else None) for x, is_order in pairs]
+        return [_Sorted(x, number, 0, _numbers(x) if is_order else None) for x, is_order in pairs]
 
     def sorted_blocks(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         blocks = [self.split(_array(x)) for x in values]
@@ -295,7 +296,7 @@ class _Blocks(Walk[None]):
             return None
         blocks = [self.split(_array(whole)), self.local(eqn, index), self.split(_array(updates))]
         made = self.of_devices(bind_mapped(eqn, blocks, (0, 0, 0))).reshape(out.shape)
-        return [_Sorted(made, index.number, None, np.arange(out.shape[0])) if is_places else made]
+        return [_Sorted(made, index.number, None, _numbers(made)) if is_places else made]
 
     def product(self, eqn: Any, rows: Any, weight: Any, *sizes: Any) -> list[Any] | None:
         """Multiplies groups of sorted rows, each device its own."""
@@ -351,6 +352,11 @@ def _known(eqn: Any, operands: Sequence[Any]) -> np.ndarray:
     """Returns the result of an equation of what is known when the program is traced."""
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         return np.asarray(bind(eqn, operands)[0])
+
+
+def _numbers(rows: jax.Array) -> np.ndarray:
+    """Returns the numbers of rows, in their dtype, which may be too narrow for them."""
+    return np.arange(len(rows)).astype(rows.dtype)
 
 
 def _is_numbered(known: Any, size: int, run: int = 1) -> bool:

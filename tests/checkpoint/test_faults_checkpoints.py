@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import os
 import re
 import resource
@@ -269,3 +270,31 @@ def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tm
     assert (result.status, result.num_failed_saves) == ("unsaved", 3)
     assert "THE LAST STATE IS NOT SAVED" in str(result)
     assert all(line.endswith("there is no other checkpoint") for line in lines if "NOT saved" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("diverges", [False, True])
+def test_a_folder_that_cannot_be_listed_at_the_end_hides_neither_the_end_nor_its_reason(
+    tmp_path, monkeypatch, diverges
+):
+    """As of a file server that is gone."""
+    listdir = os.listdir
+
+    def refuse(folder="."):
+        if "checkpoints" in str(folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+        return listdir(folder)
+
+    def lose(*_):
+        faults.wait_for(step_folder(tmp_path, 8))
+        monkeypatch.setattr(os, "listdir", refuse)
+
+    spoil = dict.fromkeys((11, 12), lambda batch, _: {**batch, "weights": batch["weights"] * math.nan})
+    monkeypatch.setattr(text.data, "train_batches", faults.tampering({10: lose, **(spoil if diverges else {})}))
+    lines = []
+    result = train(tmp_path, lines=lines, max_nonfinite_steps=2)
+    last = [line for line in lines if "Input/output error" in line][-1]
+    if diverges:
+        assert result.status == "diverged" and last.startswith("stopping at step 12: 2 steps in a row were not finite")
+    else:
+        assert result.status == "unsaved" and last.startswith("the state of step 12 is NOT SAVED: ")

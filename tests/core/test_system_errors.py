@@ -32,6 +32,14 @@ def test_whatever_an_error_has_is_told(error, told):
     assert with_remedy(error).startswith(told)
 
 
+def test_a_link_that_leads_nowhere_is_the_reason(tmp_path):
+    """Creating a folder there fails with `EEXIST`, below it with `ENOTDIR` or `ENOENT`."""
+    (tmp_path / "disk").symlink_to("unmounted")
+    for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR):
+        error = OSError(number, os.strerror(number), str(tmp_path / "disk" / "a"))
+        assert "(a part of the path is a link to a place that does not exist: mount its disk" in with_remedy(error)
+
+
 def test_a_current_folder_that_was_removed_is_the_reason(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.setattr(commands, "_silence", lambda: None)

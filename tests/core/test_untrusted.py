@@ -12,7 +12,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import describe
 from zero_jax.checkpoint.record import SavedLeaf, record_to_json
 from zero_jax.cli.commands import main, parse
-from zero_jax.core.files.safetensors import Tensor, create
+from zero_jax.core.files.safetensors import Tensor, create, read_header
 from zero_jax.core.files.untrusted import read_file, user_path
 from zero_jax.data import DataConfig, load_dataset
 from zero_jax.trainer.reporting.console import Console
@@ -27,6 +27,21 @@ def test_memory_is_that_of_the_file_and_not_of_the_limit(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 1 << 22
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.npy", "a.bin", "tokenizer.json", "a.safetensors"])
+def test_a_pointer_of_git_lfs_is_named_as_one(name, tmp_path):
+    """As a clone without Git LFS has in the place of large files: of text and tokens it would be the data."""
+    path = tmp_path / name
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n")
+    (tmp_path / "text").write_text("some words and more of them")
+    with pytest.raises(ValueError, match=f"{name}.* pointers? of Git LFS.* `git lfs pull`"):
+        if name == "a.safetensors":
+            read_header(path)
+        elif name == "tokenizer.json":
+            load_dataset(DataConfig(data=str(tmp_path / "text"), tokenizer=str(path), token_cache=None), seq_len=4)
+        else:
+            load_dataset(DataConfig(data=str(path), token_cache=None), seq_len=4)
 
 
 @pytest.mark.parametrize("size", [0, 9, 10])

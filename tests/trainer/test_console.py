@@ -4,9 +4,12 @@ import contextlib
 import functools
 import io
 import os
+import sys
+import termios
 
 import pytest
 
+from zero_jax.core import output
 from zero_jax.trainer.reporting import console as console_module
 from zero_jax.trainer.reporting.console import Console, figures, format_duration, lasting
 
@@ -162,6 +165,25 @@ def test_on_a_real_terminal():
     shown = b"".join(iter(lambda: read_or_end(leader), b"")).decode()
     os.close(leader)
     assert "done" in shown and "step  1/10" in shown
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+def test_a_terminal_that_was_stopped_by_ctrl_s_stops_no_run(monkeypatch):
+    monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.05)
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)  # which the bar puts itself in the place of
+        stream = output.unstalled(sys.stdout)
+        with contextlib.closing(Console(10, 1, terminal=stream)) as console:
+            run(console, [1])
+            termios.tcflow(follower, termios.TCOOFF)
+            run(console, [2, 3])
+            termios.tcflow(follower, termios.TCOON)
+            run(console, [4])
+    shown = b"".join(iter(lambda: read_or_end(leader), b"")).decode()
+    os.close(leader)
+    assert "step  1/10" in shown and "step  4/10" in shown and "step  3/10" not in shown
+    assert "lines are missing here" in shown
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import pathlib
 import resource
 import signal
+import sys
 import types
 
 import faults
@@ -23,6 +24,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint.array_writes import ArrayWrites
 from zero_jax.cli import commands as cli
+from zero_jax.core import output
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
 from zero_jax.training.state.checks import NonfiniteState
@@ -71,6 +73,21 @@ def test_leaves_that_were_infinite_from_the_start_are_no_reason_to_stop(tmp_path
     config = make_config(tmp_path, steps=4)
     assert trainer.train(config, model=masked, tx=optax.sgd(0.02), log=lambda _: None).status == "done"
     assert checkpoints(tmp_path) == ["step_00000004"]
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_params_that_are_not_finite_is_told_which(tmp_path):
+    """The gradients that are not finite are those of all leaves, and the first of these was named alone."""
+
+    def init_fn(key):
+        params = MODEL.init_fn(key)
+        return {**params, "embed": params["embed"].at[0, 0].set(jnp.nan)}
+
+    lines = []
+    config = make_config(tmp_path, max_nonfinite_steps=2)
+    result = trainer.train(config, model=dataclasses.replace(MODEL, init_fn=init_fn), log=lines.append)
+    assert result.status == "diverged"
+    assert any(line.endswith("params/embed was not finite when the run began: look there first") for line in lines)
 
 
 def test_the_library_says_which_leaf_is_not_finite_and_saves_it_where_it_is_allowed(tmp_path):
@@ -231,6 +248,26 @@ def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path
     assert result.status == "preempted" and result.num_steps in (5, 6)
     assert checkpoints(tmp_path)[-1] == f"step_{result.num_steps:08d}"
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=result.num_steps)
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_log_that_does_not_read_stops_neither_the_run_nor_its_end(tmp_path, monkeypatch, tamper):
+    """As after Ctrl-S, in a pager, or where a collector of logs hangs."""
+    monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.05)
+    reading, writing = os.pipe()
+
+    def fill(*_):
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x")
+        os.set_blocking(writing, True)
+
+    tamper({2: fill})
+    with open(reading, "rb"), open(writing, "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = trainer.train(make_config(tmp_path, log_every=1), model=MODEL)
+    assert result.status == "done" and checkpoints(tmp_path)[-1] == "step_00000012"
 
 
 @pytest.mark.slow

@@ -317,6 +317,18 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
         training_run.prepare(dataclasses.replace(config, name="mine"), model=MODEL)
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_what_is_no_folder_in_the_place_of_a_run_is_not_called_one(config, tmp_path, resume):
+    """As a link to a disk that is not mounted."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "file").touch()
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "unmounted" / "run")
+    reasons = {"file": "it exists already: move it away", "link": "is a link to a place that does not exist: mount its"}
+    for name, reason in reasons.items():
+        with pytest.raises(ValueError, match=f"cannot make the folder of the run: .*/{name}: File exists .*{reason}"):
+            training_run.prepare(dataclasses.replace(config, name=name, resume=resume), model=MODEL)
+
+
 @pytest.mark.parametrize("text", ['{"model_type": "llama"}', "[]", "no JSON"])
 def test_a_config_that_no_run_wrote_is_not_written_over(config, tmp_path, text):
     (tmp_path / "runs" / "mine").mkdir(parents=True)

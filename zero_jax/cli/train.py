@@ -21,6 +21,7 @@ from zero_jax.cli.run_config import choose_platform, read_config, resolved_secti
 from zero_jax.cluster import NotJoined, OtherProcessFailed, join, let_others_end_first
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.output import unstalled
 from zero_jax.core.text_tables import plain, printable_lines
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import ResumeError, execute, plot_runs, prepare, read_run
@@ -30,7 +31,7 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 
 def train(options: argparse.Namespace) -> int:
     """Runs `zero-jax train`."""
-    stream = sys.stderr if options.json else sys.stdout
+    stream = unstalled(sys.stderr if options.json else sys.stdout)
 
     def log(text: str) -> None:
         print(printable_lines(text), file=stream, flush=True)

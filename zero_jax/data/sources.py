@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from zero_jax.core.extras import extra
-from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.files.untrusted import open_regular, user_path
 from zero_jax.core.text_tables import printable
 
 HUB = "hf:"  # begins the name of a data set of the hub
@@ -215,11 +215,12 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     paths = sorted(paths)
     named_format = "jsonl" if format == "chat" else format
     with_suffix = [path for path in paths if _format_of(path) == named_format] if format != "text" else []
-    non_empty = [path for path in with_suffix or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
+    non_empty = [path for path in with_suffix or paths if (_is_text(path) if format == "text" else _num_bytes(path))]
     if not non_empty:
         raise ValueError(
-            f"{name} holds no text (files that are empty, hidden, or have a NUL byte, as UTF-16 and archives have, do "
-            "not count): give the path of a text file or of a folder of them"
+            f"{name} holds no text (files that are empty, hidden, or have a NUL byte, as UTF-16 and archives have, or "
+            "are pointers of Git LFS, which `git lfs pull` replaces, do not count): "
+            "give the path of a text file or of a folder of them"
             if format == "text"
             else f"{name} is empty: give files of format {format} that hold something"
         )
@@ -232,10 +233,21 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
 
 
 def _is_text(path: pathlib.Path) -> bool:
-    """Returns whether a file is text, as git decides: no NUL in the first 8,000 bytes."""
-    with path.open("rb") as file:
-        head = file.read(8000)
+    """Returns whether a file is text, as git decides: no NUL in the first 8,000 bytes; a pointer of Git LFS is none."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(8000)
+    except ValueError:
+        return False
     return bool(head) and b"\0" not in head
+
+
+def _num_bytes(path: pathlib.Path) -> int:
+    try:
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except ValueError as error:
+        raise ValueError(f"cannot read {printable(os.fspath(path))}: {error}") from error
 
 
 def open_hub(data: str, *, is_streamed: bool) -> Any:

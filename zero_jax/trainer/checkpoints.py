@@ -173,28 +173,38 @@ class Saver:
         self._wait()
         if step == self._first_step:
             return True
-        steps = self._steps()
+        steps, why_none = self._steps()
         if step in steps and self._checkpointer.num_failed == self._num_failed_before:
             return True
-        newest = f"the newest checkpoint is that of step {max(steps)}" if steps else "there is no checkpoint"
+        newest = (
+            f"the newest checkpoint is that of step {max(steps)}" if steps else why_none or "there is no checkpoint"
+        )
         self._say(f"the state of step {step} is NOT SAVED: {newest}")
         return False
 
     def log_divergence(self, step: int, why: str) -> None:
         """Logs why the run stops, and its newest checkpoint."""
         self._wait()
-        steps = self._steps()
-        newest = f"that of step {max(steps)}" if steps else "none: there was no save before"
-        self._say(
-            f"stopping at step {step}: {why}. The last good checkpoint is {newest}. A smaller learning rate, a longer "
-            "warm-up or another seed may help"
-        )
+        steps, why_none = self._steps()
+        newest = f"that of step {max(steps)}" if steps else f"none: {why_none or 'there was no save before'}"
+        remedy = "A smaller learning rate, a longer warm-up or another seed may help"
+        if self._nonfinite_at_start:
+            remedy = f"{min(self._nonfinite_at_start)} was not finite when the run began: look there first"
+        self._say(f"stopping at step {step}: {why}. The last good checkpoint is {newest}. {remedy}")
 
     def _wait(self) -> None:
         """Waits until the last save is complete or has failed, in all processes."""
         with Agreement():
             self._checkpointer.wait()
 
-    def _steps(self) -> list[int]:
-        """Returns the steps that are saved by process 0's listing: that of another may be older."""
-        return json.loads(from_first_process(lambda: json.dumps(self._checkpointer.steps())))
+    def _steps(self) -> tuple[list[int], str]:
+        """Returns the steps that are saved by process 0's listing (that of another may be older), or why none is."""
+
+        def listed() -> str:
+            try:
+                return json.dumps([self._checkpointer.steps(), ""])
+            except checkpoint.CheckpointError as error:  # the run ends all the same, and says how
+                return json.dumps([[], str(error)])
+
+        steps, why_none = json.loads(from_first_process(listed))
+        return steps, why_none

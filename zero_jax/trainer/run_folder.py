@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +84,9 @@ def make_folder(
                 existing = error.filename or existing
             except OSError as error:
                 raise ValueError(f"cannot make the folder of the run: {with_remedy(error)}") from error
+        if not os.path.isdir(existing):  # a file, or a link to a disk that is not mounted
+            error = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing))
+            raise ValueError(f"cannot make the folder of the run: {with_remedy(error)}")
         raise ValueError(
             f"{existing} holds a run already: choose another name, remove that folder, or go on with that run by "
             "resume='auto' (--resume auto)"

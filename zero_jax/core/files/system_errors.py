@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 from collections.abc import Mapping
 
 from zero_jax.core.text_tables import printable
@@ -34,6 +35,7 @@ _REMEDIES: Mapping[int, str] = {
 }
 _MAX_CHARACTERS = 2000  # of an error of a library
 _OTHER = "the system says no more: check that the place can be used, or choose another one"
+_LEADS_NOWHERE = "a part of the path is a link to a place that does not exist: mount its disk, or remove the link"
 _REMOVED = "the current folder was removed: change to one that exists"
 
 
@@ -46,13 +48,20 @@ def with_remedy(error: Exception) -> str:
         if files:
             reason = f"{' -> '.join(map(printable, files))}: {reason}"
         is_gone = code == errno.ENOENT and not any(map(os.path.isabs, files)) and not _has_current_folder()
-        return f"{reason} ({_REMOVED if is_gone else _REMEDIES.get(code, _OTHER)})"
+        is_lost = code in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR) and any(map(_leads_nowhere, files))
+        remedy = _REMOVED if is_gone else _LEADS_NOWHERE if is_lost else _REMEDIES.get(code, _OTHER)
+        return f"{reason} ({remedy})"
     lines = str(error).splitlines() or [type(error).__name__]
     # tensorstore appends its spec and lines of its source.
     first = printable(lines[0], limit=_MAX_CHARACTERS).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
     # Libraries such as tensorstore have the system's reason in the text alone.
     remedies = [text for known, text in _REMEDIES.items() if os.strerror(known) in first]
     return f"{first} ({remedies[0]})" if remedies else first
+
+
+def _leads_nowhere(path: str) -> bool:
+    parts = (path, *map(os.fspath, pathlib.PurePath(path).parents))
+    return any(os.path.islink(part) and not os.path.exists(part) for part in parts)
 
 
 def _has_current_folder() -> bool:

@@ -28,6 +28,10 @@ _KINDS = {
 }
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024  # by its specification
+
+
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is in a bucket, which has no locks, no rename and no folders."""
     return "://" in os.fspath(path)
@@ -63,7 +67,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     _check_kind(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_kind(os.fstat(descriptor))  # it may be another file by now
+        status = os.fstat(descriptor)
+        _check_kind(status)  # it may be another file by now
+        if status.st_size < _MAX_POINTER_BYTES and os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+            raise ValueError("it is a pointer of Git LFS in the place of the file: run `git lfs pull` there")
     except ValueError:
         os.close(descriptor)
         raise

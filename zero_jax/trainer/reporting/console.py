@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
+from zero_jax.core.output import UnstalledStream
 from zero_jax.core.text_tables import aligned, format_bytes, format_figure, printable_lines
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axes_of
@@ -123,8 +125,11 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
     """Wraps a log function so that a full disk or a closed terminal loses lines, but does not end the run.
 
     Characters that the terminal's encoding does not have, as in a sample, are written as escapes. A pipe whose reader
-    has ended (`head`) does end the run, unless it is stopping anyway: then the state still has to be saved.
+    has ended (`head`) does end the run, unless it is stopping anyway: then the state still has to be saved. One that
+    does not read (Ctrl-S) is not waited for, where `log` is `print`.
     """
+    if log is print:
+        log = functools.partial(print, file=UnstalledStream(lambda: sys.stdout), flush=True)
 
     def log_line(line: str) -> None:
         try:

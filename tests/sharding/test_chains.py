@@ -10,7 +10,7 @@ from reference import mesh_of
 
 from zero_jax.program import jaxprs
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
-from zero_jax.transforms.gather.walk import refuse_gathered
+from zero_jax.transforms.gather.uses import refuse_gathered
 
 
 def chain(*specs, mesh="8", **fields):

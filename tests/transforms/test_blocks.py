@@ -11,7 +11,8 @@ import pytest
 
 from zero_jax.models import gpt
 from zero_jax.program import jaxprs
-from zero_jax.transforms.blocks import EqnSequence, find_blocks
+from zero_jax.transforms.blocks import find_blocks
+from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 
 WIDTH, LAYERS, BATCH_SIZE = 16, 5, 8

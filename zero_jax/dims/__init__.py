@@ -1,14 +1,16 @@
 """Which dim of a value is which: the only tables of primitives, and what is derived from them.
 
-`primitives` has a record of each primitive: what it does with the dims of its operands (`dim_map`), in what it is
+`primitives` has a record of each primitive: what it does with the dims of its operands (`DimMap`), in what it is
 linear, and what kind of operation it is. A new primitive is entered there. From these records follow exact answers and
 estimates: `parts/`, whether a value of a batch is made of those of parts of it; `mixing`, where the examples of a batch
 are in each value; `shardings/`, the sharding of each value.
 """
 
+from zero_jax.dims.dim_map import reshape_groups
 from zero_jax.dims.mixing import FREE, LOOPS, UNKNOWN, Examples, MixedSharding, State
 from zero_jax.dims.parts.comparison import TraceComparison
 from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Pair, Relation, rows, unknown
+from zero_jax.dims.passthrough import has_wrong_gradient, passthrough
 from zero_jax.dims.primitives import (
     ALIASES,
     BY_INDEX,
@@ -26,15 +28,12 @@ from zero_jax.dims.primitives import (
     SCATTERS,
     SHAPES,
     dim_map,
-    has_wrong_gradient,
     is_activation,
     is_contraction,
     is_float,
     known_primitives,
     moves_elements,
     narrows,
-    passthrough,
-    reshape_groups,
 )
 from zero_jax.dims.shardings.propagate import Move, Propagation, propagate_shardings
 from zero_jax.dims.shardings.sharding import HEAVY, ValueSharding, sources

@@ -2,9 +2,6 @@
 
 A new primitive of JAX is entered in `_TABLE`, and nowhere else. One without an entry is not known: it may mix examples,
 and estimates say that they know nothing of it. Equations that run jaxprs are in `program.subcalls`.
-
-How operations map the dims of their operands to those of their results is exact, or nothing is said (`DimMap`). An
-operand dim *maps to* a result dim if the operation is a `jax.vmap` over it. Other operands are used whole.
 """
 
 from __future__ import annotations
@@ -17,62 +14,9 @@ from typing import Any
 
 import jax
 
+from zero_jax.dims.dim_map import Dim, DimMap, reshape_groups
 from zero_jax.program.jaxprs import is_literal, open_jaxpr
 from zero_jax.program.subcalls import equations, subcall
-from zero_jax.sharding.spec import Dims
-
-Dim = tuple[int, int]  # the number of an operand, and of its dim
-
-
-@dataclasses.dataclass(frozen=True)
-class DimMap:
-    """The dims of a result and those of the operands."""
-
-    kept: tuple[tuple[Dim, ...], ...]  # for each dim of the result, the operand dims that map to it
-    # Operand dims that the result is a sum over (or another reduction, as the primitive is), those that are summed over
-    # together in one tuple
-    reduced: tuple[tuple[Dim, ...], ...] = ()
-    # For each dim of the result of a reshape, the operand dims of which an equal block (a shard) is a block of it;
-    # empty where these are the dims of `kept`
-    blocks: tuple[tuple[Dim, ...], ...] = ()
-
-    def to(self, dim: Dim) -> int | None:
-        """Returns the dim of the result that a dim of an operand maps to; None if it maps to none."""
-        return next((i for i, dims in enumerate(self.kept) if dim in dims), None)
-
-    def block(self, dim: Dim) -> int | None:
-        """Returns the dim of the result that equal blocks of a dim of an operand are blocks of; None if of none."""
-        return next((i for i, dims in enumerate(self.blocks or self.kept) if dim in dims), None)
-
-    def carry(self, dims_in: Sequence[Dims | None]) -> Dims:
-        """Returns the mesh axes of the dims of the result: those of the operand that has most."""
-        return tuple(_axes(dims, dims_in) for dims in self.blocks or self.kept)
-
-    def reduced_axes(self, dims_in: Sequence[Dims | None]) -> tuple[str, ...]:
-        """Returns the mesh axes of the dims that are reduced."""
-        return tuple(dict.fromkeys(axis for dims in self.reduced for axis in _axes(dims, dims_in)))
-
-
-def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Splits the dims of both shapes of a reshape into the shortest runs with equal products."""
-    groups, i, j = [], 0, 0
-    while i < len(old) and j < len(new):
-        start, (left, right) = (i, j), (old[i], new[j])
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * old[i], i + 1
-            else:
-                right, j = right * new[j], j + 1
-        groups.append(([*range(start[0], i)], [*range(start[1], j)]))
-    rest = [*range(i, len(old))], [*range(j, len(new))]  # dims of size 1
-    return [*groups, rest] if any(rest) else groups
-
-
-def _axes(dims: Sequence[Dim], dims_in: Sequence[Dims | None]) -> tuple[str, ...]:
-    known = ((dims_in[i], dim) for i, dim in dims)
-    return max((axes[dim] for axes, dim in known if axes is not None), key=len, default=())
-
 
 Rule = Callable[[Any, int], DimMap]
 
@@ -416,11 +360,6 @@ def narrows(eqn: Any) -> bool:
     return taken and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
 
-def has_wrong_gradient(eqn: Any) -> bool:
-    """Tells whether XLA shards the transpose of an equation wrongly, as of writes and pools (docs/xla_faults.md)."""
-    return eqn.primitive.name.startswith(("slice", "pad", "scatter", "reduce_window"))
-
-
 def is_float(aval: Any) -> bool:
     """Tells whether an abstract value can have a gradient; a token has no dtype."""
     return hasattr(aval, "dtype") and _is_inexact(aval.dtype)
@@ -455,42 +394,3 @@ def _is_of_elements(eqn: Any) -> bool:
     if (sub := subcall(eqn)) is not None:
         return sub.kind in _OF_ELEMENTS
     return eqn.primitive.name in ELEMENTWISE or (eqn.primitive.name == "broadcast_in_dim" and not _shape(eqn.invars[0]))
-
-
-_OF_ALL = ELEMENTWISE | JOINS
-
-
-def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims, int], int]) -> Dims | None:
-    """Returns how the results of an equation are sharded when it runs on the shards, or None if it needs a gather.
-
-    It has no inner jaxprs. `dims_in` are the axes of the dims of each input that is a sharded param, else None;
-    `shards(dims, i)` is the number of shards of dim `i`.
-    """
-    name = eqn.primitive.name
-    dims_in = dims_in if name in _OF_ALL else dims_in[:1]
-    # An elementwise operation may have scalars beside shards; what is joined has to be sharded alike.
-    sharded = {dims for dims in dims_in if dims is not None or name not in ELEMENTWISE}
-    if name not in _OF_ALL | MOVES | REDUCTIONS or len(sharded) != 1 or None in sharded or not _is_of_shards(eqn):
-        return None
-    known, shape = dim_map(eqn), eqn.outvars[0].aval.shape
-    for i, dims in enumerate(dims_in):
-        for dim, axes in enumerate(dims or ()):
-            if not axes:
-                continue
-            to = known.block((i, dim))
-            is_reshaped = to is not None and known.to((i, dim)) is None  # the dim is split, or merged with others
-            if to is None or (is_reshaped and shape[to] % shards(dims or (), dim)):
-                return None
-    return known.carry(dims_in)
-
-
-def _is_of_shards(eqn: Any) -> bool:
-    """Tells whether an operation is to run on shards, if it can: not on wider or more elements than are gathered."""
-    name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
-    if name in CASTS:
-        return after.dtype.itemsize <= before.dtype.itemsize
-    if name in ELEMENTWISE:
-        return all(x.aval.shape in (after.shape, ()) for x in eqn.invars)
-    if name == "gather":  # one slice at one index (`w[i]`); lookups of many indices are `gather_on_use`'s
-        return eqn.invars[1].aval.ndim == 1 and not eqn.params["dimension_numbers"].operand_batching_dims
-    return name in JOINS or after.size <= before.size  # no broadcast

@@ -17,6 +17,7 @@ from zero_jax.program.jaxprs import (
     operation_key,
     source_context,
     source_within,
+    variables,
     with_results,
 )
 from zero_jax.program.subcalls import subcall
@@ -119,25 +120,31 @@ def flattened(jaxpr: Any, kinds: Collection[str] = ("call",), leaves: Callable[[
     return with_equations(jaxpr, inlining(kinds))
 
 
+def first_of_equals(jaxpr: Any, merges: Callable[[Any], bool] = lambda eqn: True) -> dict[Any, Any]:
+    """Returns for the results of equations that are equal to earlier ones of an open jaxpr the variables of the first.
+
+    These are equations without effects that may be merged.
+    """
+    first_of, same = dict[Any, Any](), dict[Any, Any]()
+    # A literal is equal to itself alone, and has no hash: its type and bytes are compared.
+    value = lambda x: (str(x.aval), np.asarray(x.val).tobytes()) if is_literal(x) else same.get(x, x)  # noqa: E731
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and merges(eqn):
+            first = first_of.setdefault((*operation_key(eqn), *map(value, eqn.invars)), eqn)
+            same.update(zip(eqn.outvars, first.outvars, strict=True) if first is not eqn else ())
+    return same
+
+
 def once_each(jaxpr: Any, merges: Callable[[Any], bool]) -> Any:
     """Returns a jaxpr, open or closed, in which equal equations are one, of those that may be and have no effects."""
     opened, _ = open_jaxpr(jaxpr)
-    atoms = (atom for eqn in opened.eqns for atom in eqn.invars)
-    used = {atom for atom in (*atoms, *opened.outvars) if not is_literal(atom)}
-    first_of, same, eqns = dict[Any, Any](), dict[Any, Any](), list[Any]()
+    used = {*(x for eqn in opened.eqns for x in variables(eqn)), *(x for x in opened.outvars if not is_literal(x))}
+    # What nothing reads may be a `DropVar`, which cannot take the place of another result.
+    same = first_of_equals(opened, lambda eqn: used.issuperset(eqn.outvars) and merges(eqn))
     read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
-    # A literal is equal to itself alone, and has no hash: its type and bytes are compared.
-    value = lambda atom: (str(atom.aval), np.asarray(atom.val).tobytes()) if is_literal(atom) else atom  # noqa: E731
-    for eqn in opened.eqns:
-        new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
-        # What nothing reads may be a `DropVar`, which cannot take the place of another result.
-        if used.issuperset(eqn.outvars) and not eqn.effects and merges(eqn):
-            first = first_of.setdefault((*operation_key(new), *map(value, new.invars)), new)
-            if first is not new:
-                same.update(zip(eqn.outvars, first.outvars, strict=True))
-                continue
-        eqns.append(new)
-    return with_results(jaxpr, [read(atom) for atom in opened.outvars], eqns=eqns) if same else jaxpr
+    rest = (eqn for eqn in opened.eqns if not eqn.outvars or eqn.outvars[0] not in same)
+    eqns = [eqn.replace(invars=[*map(read, eqn.invars)]) for eqn in rest]
+    return with_results(jaxpr, [*map(read, opened.outvars)], eqns=eqns) if same else jaxpr
 
 
 def _can_be_written_out(jaxpr: Any, kinds: Collection[str]) -> bool:

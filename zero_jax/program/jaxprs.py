@@ -20,7 +20,7 @@ import numpy as np
 from jax import core, lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.interpreters import ad, partial_eval
+from jax.interpreters import ad, mlir, partial_eval
 
 from zero_jax.core.extras import pip_install
 from zero_jax.core.tracebacks import path_in_package
@@ -230,6 +230,27 @@ def has_explicit_shardings(eqn: Any) -> bool:
     """Tells whether a `jit` equation fixes the sharding of an argument or a result."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+
+
+def _first(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def new_primitive(
+    name: str, run: Callable[..., Any] = _first, *, aval: Callable[..., Any] = _first, several: bool = False
+) -> Any:
+    """Returns a primitive of JAX that `run` evaluates, from arrays and parameters, and that is compiled as it.
+
+    Its result has the shape that `aval` returns, or the shapes if it has `several`. Those of the first operand, which
+    it is too if `run` is left out.
+    """
+    primitive = jex_core.Primitive(name)
+    primitive.multiple_results = several
+    primitive.def_abstract_eval(aval)
+    params = [key for key, x in inspect.signature(run).parameters.items() if x.kind is x.KEYWORD_ONLY]
+    primitive.def_impl(run if run is _first else jax.jit(run, static_argnames=params))
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=several))
+    return primitive
 
 
 def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Callable[..., Any]) -> None:

@@ -24,11 +24,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.program.jaxprs import define_tangents
+from zero_jax.program.jaxprs import define_tangents, new_primitive
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import (
     STAGED_FROM_NUM_CHIPS,
@@ -47,8 +46,6 @@ from zero_jax.sharding.spec import (
 # `reshard` is linear: it moves an array through a chain of shardings, and its transpose moves the cotangent through
 # another chain. A primitive, not a `custom_vjp`, because forward mode must work too, and because a remat policy has to
 # be able to tell a gathered param from everything else.
-
-reshard_p = jex_core.Primitive("zero_reshard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +115,10 @@ def _batch(args: Any, dims: Any, *, forward: Chain, backward: Chain) -> tuple[An
     return reshard_p.bind(jax.numpy.moveaxis(x, dim, 0), forward=lifted(forward), backward=lifted(backward)), 0
 
 
-reshard_p.def_abstract_eval(lambda x, **_: x)
-reshard_p.def_impl(jax.jit(_apply_chain, static_argnames=("forward", "backward")))
+reshard_p = new_primitive("zero_reshard", _apply_chain)
 define_tangents(reshard_p, _result, _tangent)
 ad.primitive_transposes[reshard_p] = _transpose
 batching.primitive_batchers[reshard_p] = _batch
-mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=False))
 
 
 def scattered(x: jax.Array, *, dim: int) -> jax.Array:
@@ -134,12 +129,9 @@ def scattered(x: jax.Array, *, dim: int) -> jax.Array:
     return scattered_p.bind(x, dim=dim)
 
 
-scattered_p = jex_core.Primitive("zero_scattered")
-scattered_p.def_abstract_eval(lambda x, **_: x)
-scattered_p.def_impl(lambda x, **_: x)
+scattered_p = new_primitive("zero_scattered")
 ad.deflinear2(scattered_p, lambda cotangent, *_, **__: [cotangent])
 batching.primitive_batchers[scattered_p] = lambda args, dims, **_: (args[0], dims[0])  # each has cotangents of its own
-mlir.register_lowering(scattered_p, lambda _, x, **__: [x])
 
 
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a

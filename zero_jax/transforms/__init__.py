@@ -3,7 +3,7 @@
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
 frozen weights with low-rank updates where they are used, `separable/` decides whether a loss may be called on parts
-of a batch, `kernels` estimates what a compiler makes of it, `blocks` finds the layers of a Python loop.
+of a batch, `kernels` and `roofline` estimate what a compiler makes of it, `blocks` finds the layers of a Python loop.
 All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
 wrongly. `facts` says what values are made of, and where they are read last.
 """
@@ -15,21 +15,21 @@ from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differ
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
 from zero_jax.transforms.grad_sums import SummedStacks, without_derivatives
-from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
+from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight
 from zero_jax.transforms.pipeline.convolutions import convolutions_as_products
 from zero_jax.transforms.pipeline.cut import Stages
-from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.place import Schedule, StagePlace, resolve_schedule
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
-from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.transform import MovedGrads, PipelinedProgram, with_stages
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
+from zero_jax.transforms.roofline import KERNEL_SECONDS, KERNEL_SHARES, Roofline, efficiency_of
 from zero_jax.transforms.row_lookups import lookups_by_place
 from zero_jax.transforms.separable.counts import CountedProgram, weight_alone
 from zero_jax.transforms.separable.separability import BatchParts, Separability, separability

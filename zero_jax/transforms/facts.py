@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from zero_jax.dims import PARTS, is_contraction
 from zero_jax.program import jaxprs
-from zero_jax.program.dataflow import Dataflow, read_for
+from zero_jax.program.dataflow import Dataflow, Flags, read_for
 from zero_jax.program.subcalls import equations_of
 
 
@@ -100,6 +100,44 @@ def _derived(eqn: Any, inputs: Sequence[Origin]) -> Origin:
         return Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
     settings = "" if inner else str(eqn.params)
     return Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))
+
+
+# The uses of one param.
+
+
+class _Uses(Flags):
+    """Which values are a param in another form; notes the equations that use it, and which of their operands it is."""
+
+    def __init__(self, forms: Collection[str], enters: frozenset[str]):
+        super().__init__()
+        self.forms, self.enters, self.is_returned = forms, enters, False
+
+    def slice_of(self, operand: bool) -> bool:
+        return False
+
+    def run(self, jaxpr: Any, inputs: Sequence[bool], env: dict[Any, bool] | None = None) -> list[bool]:
+        results = super().run(jaxpr, inputs, env)
+        self.is_returned = self.is_returned or any(results)
+        return results
+
+    def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
+        is_form = any(operands) and eqn.primitive.name in self.forms
+        if any(operands) and not is_form:
+            self.notes[id(eqn), tuple(operands)] = eqn, [i for i, is_param in enumerate(operands) if is_param]
+        return [is_form] * len(eqn.outvars)
+
+
+def param_uses(
+    jaxpr: Any, param: Any, *, forms: Collection[str], enters: frozenset[str]
+) -> tuple[list[tuple[Any, list[int]]], bool]:
+    """Returns the equations that use an input of a jaxpr, each with the numbers of the operands that it is.
+
+    The results of the primitives `forms` count as the param; slices that a loop takes of it are no uses. Also returns
+    whether the param itself is a result, of the jaxpr or of one in it.
+    """
+    uses = _Uses(forms, enters)
+    uses.run(jaxpr, [var is param for var in jaxpr.invars])
+    return list(uses.notes.values()), uses.is_returned
 
 
 # The cores of attention, by their shape alone: product, exponential, product.

@@ -19,13 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.dims import ELEMENTWISE, is_contraction, is_float
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, of_some, open_jaxpr
+from zero_jax.program.jaxprs import bind, new_primitive, of_some, open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 
@@ -217,8 +216,10 @@ def _spread(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
 # where the weight and the factor are the same in two dtypes. `tangent` is the linear function of the weight that the
 # product is: `weight, *others -> out`.
 
-attach_p = jex_core.Primitive("zero_weight_grad")
-tangent_p = jex_core.Primitive("zero_weight_tangent")
+attach_p = new_primitive("zero_weight_grad")
+tangent_p = new_primitive(
+    "zero_weight_tangent", lambda *xs, function: function(*xs), aval=lambda *_, function: function.aval
+)
 
 
 def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: Any) -> tuple[Any, Any]:
@@ -267,14 +268,8 @@ def _batch(
     return primitive.bind(*args, function=_Mapped(function, axis, is_mapped)), 0
 
 
-attach_p.def_abstract_eval(lambda out, *_, **__: out)
-attach_p.def_impl(lambda out, *_, **__: out)
 ad.primitive_jvps[attach_p] = _attach_jvp
 batching.fancy_primitive_batchers[attach_p] = functools.partial(_batch, primitive=attach_p)
-mlir.register_lowering(attach_p, lambda ctx, out, *_, **__: [out])
-tangent_p.def_abstract_eval(lambda weight, *_, function: function.aval)
-tangent_p.def_impl(lambda *args, function: jax.jit(function)(*args))
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 batching.fancy_primitive_batchers[tangent_p] = functools.partial(_batch, primitive=tangent_p)
-mlir.register_lowering(tangent_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=False))

@@ -25,14 +25,13 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
 from zero_jax.dims import FREE, Examples, State
 from zero_jax.program.dataflow import Dependence
-from zero_jax.program.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.program.jaxprs import bind, bind_primitive, new_primitive, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import MANUAL, equations
 from zero_jax.program.walk import Rewriting
@@ -322,9 +321,6 @@ def laid_out(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -
 
 
 # A primitive, so that the passes that follow know it as the value itself.
-rows_p = jex_core.Primitive("zero_rows")
-rows_p.def_abstract_eval(lambda x, **_: x)
-rows_p.def_impl(jax.jit(laid_out, static_argnames=("sharding", "order")))
+rows_p = new_primitive("zero_rows", laid_out)
 ad.deflinear2(rows_p, lambda cotangent, _, **where: [rows_p.bind(cotangent, **where)])
 batching.primitive_batchers[rows_p] = lambda args, dims, **_: (args[0], dims[0])  # of what is mapped it is not known
-mlir.register_lowering(rows_p, mlir.lower_fun(laid_out, multiple_results=False))

@@ -8,7 +8,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.dims.primitives import SCATTERS, DimMap, dim_map, known_primitives
+from zero_jax.dims.dim_map import DimMap
+from zero_jax.dims.primitives import SCATTERS, dim_map, known_primitives
 from zero_jax.dims.shardings.sharding import ValueSharding
 from zero_jax.sharding.spec import Dims, dims_of, without
 

@@ -15,8 +15,9 @@ from zero_jax.attention import Choice, attention_choice, dot_product_attention
 from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
+from zero_jax.transforms.attention.followed import MASKED, Followed, Logits
 from zero_jax.transforms.attention.prove import Prover
-from zero_jax.transforms.attention.softmax import MASKED, Followed, Logits, number
+from zero_jax.transforms.attention.softmax import number
 from zero_jax.transforms.attention.tables import BandTerm, Leaf, Pattern, Same, Term
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import Dataflow
+from zero_jax.program.evaluation import first_of_equals
 from zero_jax.transforms.attention.dims import shape_of
-from zero_jax.transforms.attention.softmax import Followed, Lost, RowTest, attended, follow, logits_of
+from zero_jax.transforms.attention.followed import Followed, Lost, RowTest
+from zero_jax.transforms.attention.softmax import attended, follow, logits_of
 from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation
 
 
@@ -26,8 +28,7 @@ class Prover(Dataflow[Any]):
         self.found: dict[Any, Followed] = {}  # each softmax of a product, multiplied with values, by that result
         self.lost: dict[Any, Lost] = {}  # by the variable of a product, why it is no such softmax
         self.leaves: dict[Any, Leaf] = {}  # of the variables of which nothing is known; equal ones share a leaf
-        self._numbers: dict[Any, Any] = {}
-        self._of_number: dict[Any, Leaf] = {}
+        self.first = first_of_equals(jaxpr)
         self.known: dict[Any, Any] = {}  # what each variable is
         values = [self.leaf(var) if x is None else x for var, x in zip(jaxpr.invars, inputs, strict=True)]
         self.run(jaxpr, values, self.known)
@@ -44,27 +45,13 @@ class Prover(Dataflow[Any]):
 
     def leaf(self, var: Any) -> View:
         """Returns a variable as an array of which nothing is known."""
-        number = self._number(var)
-        if number not in self._of_number:
-            self._of_number[number] = Leaf(getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None))
-            self.leaves[var] = self._of_number[number]
-        return View.whole(self._of_number[number])
-
-    def _number(self, atom: Any) -> Any:
-        if jaxprs.is_literal(atom):
-            return ("literal", str(atom.val), str(atom.aval))
-        return self._numbers.setdefault(atom, ("variable", len(self._numbers)))
-
-    def _name(self, eqn: Any) -> None:
-        """Numbers the results of an equation such that equal ones have equal numbers."""
-        if not eqn.effects:
-            key = (*jaxprs.operation_key(eqn), *map(self._number, eqn.invars))
-            number = self._numbers.setdefault(key, ("result", len(self._numbers)))
-            self._numbers.update((var, (*number, i)) for i, var in enumerate(eqn.outvars))
+        var = self.first.get(var, var)
+        if var not in self.leaves:
+            self.leaves[var] = Leaf(getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None))
+        return View.whole(self.leaves[var])
 
     def operation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Returns what the results of an equation are."""
-        self._name(eqn)
         result = self._result(eqn, operands) if len(eqn.outvars) == 1 else None
         if isinstance(result, Followed | RowTest | Table | View) and (
             shape_of(result.indices) != eqn.outvars[0].aval.shape  # an operand of size 1 was broadcast

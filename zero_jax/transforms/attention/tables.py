@@ -160,11 +160,8 @@ def operation(eqn: Any, operands: Sequence[Table]) -> Table | None:
     indices = moved(eqn, operands[0].indices) if len(operands) == 1 else None
     if indices is not None and not _merges(operands[0], indices):
         return dataclasses.replace(operands[0], indices=indices)
-    result = None
-    if name in _NUMPY:
-        result = _elementwise(eqn, operands)
-    elif name in ("slice", "dynamic_slice"):
-        result = _sliced(eqn, *operands)
+    rule = _elementwise if name in _NUMPY else _sliced if name in ("slice", "dynamic_slice") else None
+    result = rule and rule(eqn, operands)
     return _evaluated(eqn, operands) if result is None else result
 
 
@@ -228,9 +225,9 @@ def _range(x: Table) -> tuple[int, int] | None:
     return (start, step) if step and (array == start + step * np.arange(array.size)).all() else None
 
 
-def _sliced(eqn: Any, x: Table, *begins: Table) -> Table | None:
+def _sliced(eqn: Any, operands: Sequence[Table]) -> Table | None:
     """Returns a part of an array; None if it is not one of the same axes."""
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    (x, *begins), old, new = operands, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if eqn.primitive.name == "slice":
         starts = eqn.params["start_indices"]
         if any(stride != 1 for stride in eqn.params["strides"] or ()):

@@ -11,9 +11,9 @@ from zero_jax.program.evaluation import evaluate, flattened
 from zero_jax.program.subcalls import Subcall, equations_of, subcall
 from zero_jax.program.walk import Walk
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
+from zero_jax.transforms.attention.followed import Followed, Product
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
-from zero_jax.transforms.attention.softmax import Followed, Product
 from zero_jax.transforms.attention.tables import Leaf, Table, View
 from zero_jax.transforms.facts import Facts, find_cores
 

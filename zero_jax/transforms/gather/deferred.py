@@ -25,7 +25,7 @@ from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
-from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
+from zero_jax.transforms.gather.per_device import DeviceSum, copy_per_device, summed_use
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.weight_grads import summed_in
 
@@ -295,6 +295,16 @@ def gathered_array(options: GatherOptions, value: Lazy | Value, *, dtype: Any = 
         if pin or any(of_model):
             array = reshard(array, forward=Chain(), backward=Chain((named(options.mesh, of_model),)))
     return value.widened(array) if dtype is None else array
+
+
+def gathered_copies(options: GatherOptions, value: Lazy, dtype: Any = None) -> jax.Array:
+    """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
+    dims, array = value.shard, value.built
+    array = array if dtype is None else array.astype(dtype)
+    with gather_scope(value.path):
+        forward = gathering(options, value, array.shape)
+        array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
+        return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
 
 def array_of(options: GatherOptions, value: Lazy | Value) -> Any:

@@ -22,9 +22,9 @@ from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named, without
-from zero_jax.transforms.blocks import num_bytes
+from zero_jax.transforms.eqn_sequence import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathering
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathered_copies, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
@@ -126,7 +126,7 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
     num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
     if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
-        return Copies(value.widened(walk.copies(value)), params_only=True)
+        return Copies(value.widened(gathered_copies(walk.options, value)), params_only=True)
     root = walk.gathered_array(value)
     if walk.options.product_dtype is None:
         return Value(root, params_only=True)

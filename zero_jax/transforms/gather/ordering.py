@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from zero_jax.dims import ELEMENTWISE, is_activation, is_float, moves_elements
 from zero_jax.program import jaxprs
 from zero_jax.program.walk import Packed
-from zero_jax.transforms.blocks import EqnSequence, find_blocks
+from zero_jax.transforms.blocks import find_blocks
+from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
 
@@ -169,9 +169,6 @@ def _is_elementwise(eqn: Any) -> bool:
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some
 # releases makes zeros for cotangents that there are none of, and so gradients for params that are frozen.
 
-order_p = jex_core.Primitive("zero_order")
-order_p.multiple_results = True
-
 
 def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> list[jax.Array]:
     """Returns the arrays as they are, none before all are there; their cotangents likewise, if `backward`."""
@@ -191,8 +188,7 @@ def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
     return [value if isinstance(value, ad.Zero) else next(ordered) for value in values]
 
 
-order_p.def_abstract_eval(lambda *avals, **_: avals)
-order_p.def_impl(jax.jit(_apply_order, static_argnames=("forward", "backward")))
+order_p = jaxprs.new_primitive("zero_order", _apply_order, aval=lambda *avals, **_: avals, several=True)
 jaxprs.define_tangents(
     order_p,
     lambda *xs, forward, backward: order(*xs, backward=backward) if forward else list(xs),
@@ -202,4 +198,3 @@ ad.primitive_transposes[order_p] = lambda cotangents, *_, forward, backward: _or
     cotangents, forward=backward, backward=forward
 )
 batching.primitive_batchers[order_p] = lambda arrays, dims, **directions: (order(*arrays, **directions), dims)
-mlir.register_lowering(order_p, mlir.lower_fun(_apply_order, multiple_results=True))

@@ -13,59 +13,23 @@ reduce-scatter, and one quantization for each axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
-from zero_jax.program.dataflow import Flags
-from zero_jax.program.jaxprs import bind_mapped
+from zero_jax.program.jaxprs import bind_mapped, new_primitive
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
-
-
-class _Uses(Flags):
-    """Which values are a param in another form; notes the equations that use it, and which of their operands it is."""
-
-    def __init__(self, forms: Collection[str], enters: frozenset[str]):
-        super().__init__()
-        self.forms, self.enters, self.is_returned = forms, enters, False
-
-    def slice_of(self, operand: bool) -> bool:
-        return False
-
-    def run(self, jaxpr: Any, inputs: Sequence[bool], env: dict[Any, bool] | None = None) -> list[bool]:
-        results = super().run(jaxpr, inputs, env)
-        self.is_returned = self.is_returned or any(results)
-        return results
-
-    def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
-        is_form = any(operands) and eqn.primitive.name in self.forms
-        if any(operands) and not is_form:
-            self.notes[id(eqn), tuple(operands)] = eqn, [i for i, is_param in enumerate(operands) if is_param]
-        return [is_form] * len(eqn.outvars)
-
-
-def param_uses(
-    jaxpr: Any, param: Any, *, forms: Collection[str], enters: frozenset[str]
-) -> tuple[list[tuple[Any, list[int]]], bool]:
-    """Returns the equations that use an input of a jaxpr, each with the numbers of the operands that it is.
-
-    The results of the primitives `forms` count as the param; slices that a loop takes of it are no uses. Also returns
-    whether the param itself is a result, of the jaxpr or of one in it.
-    """
-    uses = _Uses(forms, enters)
-    uses.run(jaxpr, [var is param for var in jaxpr.invars])
-    return list(uses.notes.values()), uses.is_returned
+from zero_jax.transforms.facts import param_uses
 
 
 def used_whole(jaxpr: Any, param: Any) -> bool:
@@ -310,8 +274,7 @@ class DeviceSum:
 # devices; `jax.vmap` over devices makes a sum of it, whose result is again the same for all. A gradient is summed at
 # one place: at the param itself, `refusal` stands for what no use has summed.
 
-summed_use_p = jex_core.Primitive("zero_summed_use")
-device_sum_p = jex_core.Primitive("zero_device_sum")
+summed_use_p, device_sum_p = new_primitive("zero_summed_use"), new_primitive("zero_device_sum")
 
 
 def summed_use(x: jax.Array, how: DeviceSum) -> jax.Array:
@@ -339,10 +302,7 @@ def _sum_map(axis_data: Any, args: Any, dims: Any, *, how: DeviceSum) -> tuple[A
     return how(jnp.moveaxis(stack, dim, 0)).astype(stack.dtype), None  # not mapped
 
 
-for _primitive, _other in ((summed_use_p, device_sum_p), (device_sum_p, summed_use_p)):
-    _primitive.def_abstract_eval(lambda x, *, how: x)
-    _primitive.def_impl(lambda x, *, how: x)
-    ad.deflinear2(_primitive, lambda ct, x, *, how, other=_other: [other.bind(ct, how=how)])
-    mlir.register_lowering(_primitive, lambda ctx, x, *, how: [x])
+ad.deflinear2(summed_use_p, lambda cotangent, _, *, how: [device_sum_p.bind(cotangent, how=how)])
+ad.deflinear2(device_sum_p, lambda cotangent, _, *, how: [summed_use_p.bind(cotangent, how=how)])
 batching.fancy_primitive_batchers[summed_use_p] = _no_map
 batching.fancy_primitive_batchers[device_sum_p] = _sum_map

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, is_float, passthrough
+from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, passthrough
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
-from zero_jax.sharding.chains import Chain, gather_scope, params_scope, reshard, reshard_p, scattered_p
+from zero_jax.sharding.chains import gather_scope, params_scope, scattered_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
-from zero_jax.sharding.spec import Dims, named
+from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
 from zero_jax.transforms.gather.deferred import (
@@ -31,7 +31,7 @@ from zero_jax.transforms.gather.deferred import (
     array_of,
     defer_cast,
     gathered_array,
-    gathering,
+    gathered_copies,
     is_unsharded,
     pending,
     relative,
@@ -40,19 +40,12 @@ from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.products import (
-    by_rows,
-    flat_product,
-    holds_convolution,
-    is_by_rows,
-    is_partitioned_wrongly,
-    of_blocks,
-    refuse_convolution,
-)
-from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product, where_sent
+from zero_jax.transforms.gather.per_device import SAME_PARAM, example_dims, multiply
+from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
+from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product
+from zero_jax.transforms.gather.uses import gathered_use, refuse_gathered
 from zero_jax.transforms.pipeline.transform import pipeline_p
-from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, product, with_weights
+from zero_jax.transforms.weight_grads import is_summed_narrow, product, with_weights
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -69,24 +62,6 @@ class GatherFrame:
     sent: dict[Any, tuple[Any, SentValue]] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedRegion:
-    """A `jax.checkpoint` that is walked."""
-
-    jaxpr: Any  # its jaxpr, so that its id stays its own
-    function: Callable[..., list[Any]]  # from arrays to arrays
-    params_only: list[bool]  # which results depend on params only; known when the function has been traced
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnGrads:
-    """The operands of an equation whose gradients are made in a way of their own."""
-
-    places: Sequence[int]
-    dtype: Any  # the dtype that these are summed in
-    how: Mapping[str, Any]  # further arguments of `product`
-
-
 class GatherWalk(Walk[GatherFrame]):
     """One walk over one trace of a function."""
 
@@ -99,7 +74,8 @@ class GatherWalk(Walk[GatherFrame]):
         self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
-        self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
+        # Each `jax.checkpoint` that is walked; of those of equal layers JAX traces and differentiates one
+        self.regions: dict[Any, tuple[Callable[..., list[Any]], list[bool]]] = {}
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
 
     def within(self, options: GatherOptions, batch_sizes: frozenset[int], examples: Examples) -> GatherWalk:
@@ -232,12 +208,13 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
+        how = {"is_mixed": id(eqn) in self.mixed, "sent": sent, "bind": self.bind}
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
-            return _values(self.gathered(eqn, values, sent)(*Packed(values).arrays), values, sent)
+            return _values(gathered_use(self.options, eqn, values, **how)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
         prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
-        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, packed.key, sent is None)
+        key = (*jaxprs.equation_key(eqn), how["is_mixed"], frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
@@ -247,65 +224,12 @@ class GatherWalk(Walk[GatherFrame]):
                 has_barrier = any(root.size > small for value in params for root in value.roots)
             elif self.options.outermost and is_contraction(eqn):
                 has_barrier = packed.spread([isinstance(value, Lazy) for value in values])
-            region = self.gathered(eqn, values, sent)
+            region = gathered_use(self.options, eqn, values, **how)
             checkpointed = jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier)
             self.uses[key] = jaxprs.inline_jit(checkpointed)  # whose derivative JAX keeps, too
         # The names are in the region, and of what is inlined JAX has the line where it is called.
         with jaxprs.source_context(eqn, names=False), params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)
-
-    def gathered(self, eqn: Any, values: Sequence[Any], sent: SentProduct | None) -> Callable[..., list[Any]]:
-        """Returns an equation on gathered params as a function of the arrays that its inputs are made of."""
-        inputs, evaluate = flat_product(eqn, values)
-        lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
-        mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
-        # Where a factor is replicated, a shard of the gradient would be asked of the product itself: XLA would shard
-        # that, and send activations. So the gradient is computed whole first, and what it shards wrongly, too.
-        pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
-        grads = self.own_grads(eqn, lazy, sent)
-        bare = Packed(inputs).without_arrays()  # the region is cached
-        array_of_use = functools.partial(self.gathered_array, pin=pin)
-        if sent is not None:
-            array_of_use = functools.partial(where_sent, sent.options)
-
-        def region(*arrays: Any) -> list[Any]:
-            inputs = bare.values_of(arrays)
-            if in_shares:
-                rows, weight, sizes = inputs
-                copies = self.copies(weight, dtype=grads.dtype if grads.places else None)
-                return [by_rows(eqn, [array_of_use(rows), array_of_use(sizes)], copies, mesh=mesh, axes=axes)]
-            factors = [array_of_use(value) for value in inputs]
-            if not grads.places:
-                return evaluate(factors, self.bind)
-            weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
-            return evaluate(factors, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
-
-        return region
-
-    def own_grads(self, eqn: Any, lazy: Mapping[int, Lazy], sent: SentProduct | None) -> OwnGrads:
-        """Returns which operands, of those in `lazy` by their places, have gradients that are not as JAX makes them."""
-        dtype, own, stages = self.options.product_dtype, self.options.conv_batch, self.options.stages
-        if own and 1 in lazy and is_partitioned_wrongly(eqn, lazy[1].dims):
-            return OwnGrads([1], dtype or lazy[1].aval.dtype, {"own": own})
-        places = [i for i, value in lazy.items() if is_summed_narrow(eqn, value.aval, dtype)]
-        places += [i for i, x in lazy.items() if dtype is not None and needs_dtype(eqn, i, x.aval.dtype, dtype)]
-        shards = [i for i, value in lazy.items() if value.is_shard and is_float(value.aval)]
-        is_plain = sent is None and eqn.primitive.name == "dot_general"
-        # Mapped over stages, a gradient has three dims, and large ones are all-reduced (docs/pipeline.md).
-        if stages is not None and is_plain and shards and places in ([], shards):
-            dtype = dtype if places else lazy[shards[0]].aval.dtype
-            return OwnGrads(shards, dtype, {"apart": stages.by_itself})
-        return OwnGrads(places, dtype, {})
-
-    def in_shares(self, eqn: Any, values: Sequence[Any]) -> bool:
-        """Tells whether each device computes a share of a product of all examples with a sharded param."""
-        if id(eqn) not in self.mixed or self.options.mapped:
-            return False
-        shards = [isinstance(value, Lazy) and value.is_shard for value in values]
-        if shards != [False, True, False]:
-            return False
-        # Sizes of groups of each device's own rows have two dims.
-        return values[2].array.ndim == 2 or is_by_rows(eqn, self.options.mesh, self.options.axes)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
@@ -416,16 +340,16 @@ class GatherWalk(Walk[GatherFrame]):
         prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
         policy, prevent_cse = eqn.params["policy"], packed.spread(eqn.params["prevent_cse"])
-        key = (id(sub.jaxpr), policy, prevent_cse, packed.key)
+        key = (id(sub.jaxpr), policy, prevent_cse, packed.key)  # the region holds the jaxpr: its id stays its own
         if self.records or key not in self.regions:
             self.regions[key] = self.shared(sub.jaxpr, packed, prevent_cse=prevent_cse, policy=refuse_gathered(policy))
-        region = self.regions[key]
+        region, params_only = self.regions[key]
         with jaxprs.source_context(eqn), params_scope(prefix):
-            outs = region.function(*packed.arrays)
-        return [Value(out, only) for out, only in zip(outs, region.params_only, strict=True)]
+            outs = region(*packed.arrays)
+        return [Value(out, only) for out, only in zip(outs, params_only, strict=True)]
 
-    def shared(self, jaxpr: Any, packed: Packed, **options: Any) -> SharedRegion:
-        """Returns a `jax.checkpoint` of a walk over a jaxpr."""
+    def shared(self, jaxpr: Any, packed: Packed, **options: Any) -> tuple[Callable[..., list[Any]], list[bool]]:
+        """Returns a `jax.checkpoint` of a walk over a jaxpr; and of its results, once traced, which are params only."""
         params_only: list[bool] = []
         packed = packed.without_arrays()
 
@@ -435,16 +359,7 @@ class GatherWalk(Walk[GatherFrame]):
             return [array_of(self.options, out) for out in outs]
 
         # Not in a nested `jit`, of which JAX would keep the derivative: all it inlines gets the line of its call.
-        return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
-
-    def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
-        """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
-        options, dims, array = self.options, value.shard, value.built
-        array = array if dtype is None else array.astype(dtype)
-        with gather_scope(value.path):
-            forward = gathering(options, value, array.shape)
-            array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
-            return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
+        return jax.checkpoint(call, **options), params_only
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
         """Gathers a value before an equation that cannot take a shard."""
@@ -469,7 +384,7 @@ class GatherWalk(Walk[GatherFrame]):
             return self.on_params(eqn, values, frame)
         if plan.feature is None:
             self.notes.gather(table, eqn, "lookup", early=False)
-            copies = self.copies(table)
+            copies = gathered_copies(self.options, table)
             with gather_scope(table.path):
                 return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
         array, stored_unsharded = table.built, is_unsharded(self.options, table)
@@ -485,14 +400,3 @@ def _values(
         return [dataclasses.replace(sent.result, array=sent.result.pinned(array)) for array in arrays]
     params_only = all(value.params_only for value in operands)
     return [Value(array, params_only) for array in arrays]
-
-
-def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Returns a remat policy which never saves a gathered param and otherwise is the one given."""
-    if policy is None:
-        return None
-
-    def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
-        return False if primitive is reshard_p else policy(primitive, *args, **params)
-
-    return refusing

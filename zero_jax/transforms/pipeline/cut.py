@@ -24,8 +24,7 @@ from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of,
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.place import StagePlace, is_never_kept
-from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.pipeline.place import Schedule, StagePlace, is_never_kept
 from zero_jax.transforms.separable.separability import operations
 
 # A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
@@ -46,16 +45,11 @@ ROLLED = "rolled_layers"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """What a value of a loop over layers is to a microbatch.
+    """What a value of a loop over layers is to a microbatch."""
 
-    Attributes:
-      kind: the microbatch has its own examples of it (ROWS), the value of the batch (SAME), or a part of a SUM.
-      dim: the dim of examples, for ROWS.
-      power: for a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`.
-    """
-
-    kind: Kind
-    dim: int = 0
+    kind: Kind  # the microbatch has its own examples of it (ROWS), the value of the batch (SAME), or a part of a SUM
+    dim: int = 0  # the dim of examples, for ROWS
+    # For a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`
     power: Fraction = Fraction(0)
 
     @property
@@ -66,25 +60,16 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stages that a loss is cut into.
+    """The stages that a loss is cut into."""
 
-    Attributes:
-      place: where they run.
-      axes: the roles of the mesh's axes.
-      num_microbatches: the microbatches that go through them.
-      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
-      schedule: in which order: as of `resolve_schedule`.
-      reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
-      fuses_attention: whether attention was fused before.
-    """
-
-    place: StagePlace
-    axes: Axes
-    num_microbatches: int
+    place: StagePlace  # where they run
+    axes: Axes  # the roles of the mesh's axes
+    num_microbatches: int  # the microbatches that go through them
+    # Whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage
     recompute: bool = True
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
-    reduce_dtype: Any = None
-    fuses_attention: bool = False
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)  # in which order, as of `resolve_schedule`
+    reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
+    fuses_attention: bool = False  # whether attention was fused before
 
     def __post_init__(self) -> None:
         # Microbatches enter and leave the stages in turn (`ring.py`), but for those of 1F1B with one group.
@@ -96,60 +81,31 @@ class Stages:
         """The number of stages."""
         return self.place.num_stages
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LayerLoop:
-    """A scan over layers as the stages of a pipeline.
-
-    Each stage has places for as many layers; the last ones may be idle. Groups of layers of all stages follow one
-    another: the first of each stage, the second of each, and so on.
-
-    Attributes:
-      stages: the stages.
-      num_layers: the iterations of the scan.
-      layer: the closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants,
-        carries and slices, and returns carries and slices.
-      consts: the roles of the scan's constants.
-      carry: the roles of its carries.
-      ys: the roles of what it stacks; ROWS have their dim in the stack.
-      num_slices: the operands that it takes slices of.
-      unroll: how many layers are one iteration of the compiled loop.
-      recompute: whether a stage is recomputed in the backward pass.
-      policy: what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone.
-      keeps_values: whether the backward pass reads more of a layer than its inputs.
-    """
-
-    stages: Stages
-    num_layers: int
-    layer: Any
-    consts: tuple[Role, ...]
-    carry: tuple[Role, ...]
-    ys: tuple[Role, ...]
-    num_slices: int
-    unroll: int
-    recompute: bool
-    policy: Any
-    keeps_values: bool
-
-    @property
-    def place(self) -> StagePlace:
-        """Where its stages run."""
-        return self.stages.place
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return self.stages.num_stages
-
     @property
     def num_groups(self) -> int:
         """The groups of layers of a stage."""
-        return self.stages.schedule.num_groups
+        return self.schedule.num_groups
 
-    @property
-    def num_microbatches(self) -> int:
-        """The microbatches that go through the stages."""
-        return self.stages.num_microbatches
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerLoop(Stages):
+    """A scan over layers as the stages of a pipeline; `recompute` says whether a stage is, in the backward pass.
+
+    Each stage has places for as many layers; the last ones may be idle. Groups of layers of all stages follow one
+    another: the first of each stage, the second of each, and so on.
+    """
+
+    num_layers: int  # the iterations of the scan
+    # The closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants, carries and
+    # slices, and returns carries and slices
+    layer: Any
+    consts: tuple[Role, ...]  # the roles of the scan's constants
+    carry: tuple[Role, ...]  # the roles of its carries
+    ys: tuple[Role, ...]  # the roles of what it stacks; ROWS have their dim in the stack
+    num_slices: int  # the operands that it takes slices of
+    unroll: int  # how many layers are one iteration of the compiled loop
+    policy: Any  # what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone
+    keeps_values: bool  # whether the backward pass reads more of a layer than its inputs
 
     @property
     def num_stage_groups(self) -> int:
@@ -159,7 +115,7 @@ class LayerLoop:
     @property
     def num_ticks(self) -> int:
         """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
-        return self.stages.schedule.num_ticks(self.num_stages, self.num_microbatches)
+        return self.schedule.num_ticks(self.num_stages, self.num_microbatches)
 
     @property
     def group_size(self) -> int:
@@ -169,7 +125,7 @@ class LayerLoop:
     @property
     def num_places(self) -> int:
         """The places for layers of all stages, of which the first `num_layers` have one."""
-        return self.stages.schedule.num_places(self.num_stages, self.num_layers)
+        return self.schedule.num_places(self.num_stages, self.num_layers)
 
     @property
     def dims(self) -> tuple[int | None, ...]:
@@ -179,21 +135,13 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundLoop:
-    """A scan over stacked params.
+    """A scan over stacked params."""
 
-    Attributes:
-      index: the index of its equation.
-      line: its line.
-      loop: the scan as stages; None if it is not cut.
-      why: why it is not cut.
-      is_rolled: whether it was a Python loop, whose params are stacked in each step.
-    """
-
-    index: int
-    line: str
-    loop: LayerLoop | None = None
-    why: str = ""
-    is_rolled: bool = False
+    index: int  # the index of its equation
+    line: str  # its line
+    loop: LayerLoop | None = None  # the scan as stages; None if it is not cut
+    why: str = ""  # why it is not cut
+    is_rolled: bool = False  # whether it was a Python loop, whose params are stacked in each step
 
 
 def find_loops(
@@ -324,7 +272,7 @@ def _check_scan(scan: Subcall, stages: Stages, is_rolled: bool) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
-    num_groups = stages.schedule.num_groups
+    num_groups = stages.num_groups
     if scan.length < stages.num_stages * num_groups:
         groups = f" of {num_groups} groups" if num_groups > 1 else ""
         most = scan.length // num_groups
@@ -381,11 +329,11 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
     own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if kind_of(eqn) == "remat"]
     recompute, policy = stages.recompute and not own, None
     keeps_values = not recompute and (not own or any(each is not None for each in own))
-    if stages.schedule.num_groups > 1 and not recompute:
+    if stages.num_groups > 1 and not recompute:
         # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
         recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
     return LayerLoop(
-        stages=stages,
+        **vars(dataclasses.replace(stages, recompute=recompute)),
         num_layers=scan.length,
         layer=layer,
         consts=tuple(consts),
@@ -393,7 +341,6 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
         ys=tuple(results[scan.num_carry :]),
         num_slices=len(scan.split(eqn.invars)[2]),
         unroll=scan.unroll,
-        recompute=recompute,
         policy=policy,
         keeps_values=keeps_values,
     )

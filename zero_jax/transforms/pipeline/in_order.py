@@ -60,18 +60,13 @@ def examples_by_index(traces: Sequence[Any], num_params: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherScan:
-    """A scan that is to take its slices otherwise than it does, in order.
+    """A scan that is to take its slices otherwise than it does, in order."""
 
-    Attributes:
-      sub: its body.
-      numbers: for each constant that it reads a slice of in an iteration, the numbers of these, by iteration: it is to
-        take these slices.
-      whole: the numbers of the slices that it is to read whole, by index.
-    """
-
-    sub: Subcall
+    sub: Subcall  # its body
+    # For each constant that it reads a slice of in an iteration, the numbers of these, by iteration: it is to take
+    # these slices
     numbers: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    whole: Collection[int] = ()
+    whole: Collection[int] = ()  # the numbers of the slices that it is to read whole, by index
 
     def run(self, values: Sequence[Any]) -> list[Any]:
         """Evaluates it on its operands."""

@@ -142,7 +142,7 @@ class _InterleavedTicks(Ticks):
         # What goes from stage to stage: carries, and what layers stack.
         self.avals, self.roles = [var.aval for var in program.layers.outvars], (*self.loop.carry, *self.loop.ys)
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
-        self.num_kept = self.loop.stages.schedule.num_kept(self.num_stages, self.num_microbatches)
+        self.num_kept = self.loop.schedule.num_kept(self.num_stages, self.num_microbatches)
         self.back = [(target, source) for source, target in self.pairs]
         self.rows = [self.microbatches(x) for x in operands[self.num_shared : self.first_stack]]
         # Gradients are summed over layers in the dtype of what all of them read.
@@ -347,7 +347,7 @@ class _InterleavedTicks(Ticks):
 
         They are summed across devices in the reduce dtype. That of a product is made by each stage by itself.
         """
-        name, dtype = eqn.primitive.name, self.loop.stages.reduce_dtype
+        name, dtype = eqn.primitive.name, self.loop.reduce_dtype
         params = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
         if name in MOVED_WHOLE:
             return jaxprs.bind(eqn, values)
@@ -488,7 +488,7 @@ class _InterleavedTicks(Ticks):
         dtype = self.dtypes[i]
         if i >= self.first_stack:
             return x.astype(dtype)
-        x = x.astype(dtype if self.is_of_examples(i) else self.loop.stages.reduce_dtype or dtype)
+        x = x.astype(dtype if self.is_of_examples(i) else self.loop.reduce_dtype or dtype)
         x = rounded(lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,)), dtype)
         return self.of_all_microbatches(x) if self.is_of_examples(i) else x
 

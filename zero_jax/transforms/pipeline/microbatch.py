@@ -36,22 +36,15 @@ layers_p.def_abstract_eval(lambda *_, avals: list(avals))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MicrobatchProgram:
-    """A loss on one microbatch.
+    """A loss on one microbatch."""
 
-    Attributes:
-      loop: its layers.
-      jaxpr: the closed jaxpr. It takes the number of the microbatch, what all microbatches share, and the examples of
-        this one; the equation of `layers_p` in it returns carries and stacks.
-      num_shared: how many of its inputs are shared.
-      results: what each of its results is to that of the batch.
-      summed: the results that the loss of the batch is a sum of.
-    """
-
-    loop: LayerLoop
+    loop: LayerLoop  # its layers
+    # The closed jaxpr. It takes the number of the microbatch, what all microbatches share, and the examples of this
+    # one; the equation of `layers_p` in it returns carries and stacks.
     jaxpr: Any
-    num_shared: int
-    results: tuple[Role, ...]
-    summed: tuple[int, ...]
+    num_shared: int  # how many of its inputs are shared
+    results: tuple[Role, ...]  # what each of its results is to that of the batch
+    summed: tuple[int, ...]  # the results that the loss of the batch is a sum of
 
     @property
     def layers(self) -> Any:
@@ -324,21 +317,13 @@ def variables_with_gradient(jaxpr: Any, num_params: int) -> set[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _End:
-    """The end of a loss, behind the sums over microbatches.
+    """The end of a loss, behind the sums over microbatches."""
 
-    Attributes:
-      whole: the jaxpr of the loss on the batch.
-      eqns: the equations that are on sums alone.
-      results: what is summed, or else put together, of those of microbatches.
-      roles: what each of them is.
-      summed: those that the loss is made of.
-    """
-
-    whole: Any
-    eqns: Sequence[Any]
-    results: list[Any]
-    roles: list[Role]
-    summed: list[Any]
+    whole: Any  # the jaxpr of the loss on the batch
+    eqns: Sequence[Any]  # the equations that are on sums alone
+    results: list[Any]  # what is summed, or else put together, of those of microbatches
+    roles: list[Role]  # what each of them is
+    summed: list[Any]  # those that the loss is made of
 
     @classmethod
     def of(cls, traces: LossTraces) -> _End:

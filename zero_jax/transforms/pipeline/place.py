@@ -1,9 +1,10 @@
-"""Where stages run, and how their parts of an array move to other stages."""
+"""Where stages run and in which order microbatches go through them, and how their parts of an array move to others."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
-from zero_jax.program.jaxprs import define_tangents, of_some
+from zero_jax.program.jaxprs import define_tangents, new_primitive, of_some
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named
 
@@ -28,18 +28,69 @@ Pairs = tuple[tuple[int, int], ...]  # of stages: from where, and to where
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StagePlace:
-    """Where stages run.
+class Schedule:
+    """The order in which microbatches go through the stages of a pipeline."""
 
-    Attributes:
-      mesh: the mesh.
-      pipe: the mesh axes of the stages.
-      batch: the mesh axes that the examples of a microbatch are sharded over; others may be mapped.
+    num_groups: int = 1  # the groups of layers of a stage, which a microbatch goes through one round after another
+    # Whether a stage takes one microbatch forward and one backward in turn (1F1B), and not all forward and then all
+    # backward
+    is_interleaved: bool = False
+
+    def __str__(self) -> str:
+        name = "1f1b" if self.is_interleaved else "gpipe" if self.num_groups == 1 else "circular"
+        return name if self.num_groups == 1 else f"{name}:{self.num_groups}"
+
+    def num_ticks(self, num_stages: int, num_microbatches: int) -> int:
+        """Returns the ticks of a pass, in each of which a stage runs a group of its layers on a microbatch."""
+        return num_microbatches * self.num_groups + num_stages - 1
+
+    def num_places(self, num_stages: int, num_layers: int) -> int:
+        """Returns the places for layers of all stages, as many in each group; those behind the last layer are idle."""
+        num_groups = num_stages * self.num_groups
+        return -(-num_layers // num_groups) * num_groups
+
+    def num_runs(self, num_stages: int, num_microbatches: int, num_layers: int) -> float:
+        """Returns how often a stage runs as many layers as it has on average, those that it waits in counted."""
+        times = self.num_ticks(num_stages, num_microbatches) / self.num_groups
+        return times * self.num_places(num_stages, num_layers) / num_layers
+
+    def num_kept(self, num_stages: int, num_microbatches: int) -> int:
+        """Returns the microbatches that a stage keeps at most, for a group each; with 1F1B those between two passes."""
+        return (
+            2 * num_stages * self.num_groups - 1
+            if self.is_interleaved
+            else self.num_ticks(num_stages, num_microbatches)
+        )
+
+    def moved_share(self, num_stages: int) -> float:
+        """Returns the part of a stage's layers that is stored in other stages, which have them one after another."""
+        groups = range(num_stages * self.num_groups)
+        return sum(g // self.num_groups != g % num_stages for g in groups) / len(groups)
+
+
+def resolve_schedule(name: str) -> Schedule:
+    """Returns a schedule by its name: ``gpipe``, ``1f1b``, ``circular`` (of 2 groups), ``circular:N`` or ``1f1b:N``.
+
+    Raises:
+      ValueError: it has another name.
     """
+    found = re.fullmatch(r"(gpipe|1f1b|circular)(?::([0-9]+))?", name) if isinstance(name, str) else None
+    kind, number = found.groups() if found else ("gpipe", "0")
+    if number is not None and (kind == "gpipe" or int(number) < 2):
+        raise ValueError(
+            f"pipeline={name!r}: give 'gpipe', '1f1b', or 'circular:2' or '1f1b:2' with the groups of layers of a "
+            "stage, at least 2"
+        )
+    return Schedule(num_groups=int(number or (2 if kind == "circular" else 1)), is_interleaved=kind == "1f1b")
 
-    mesh: Mesh
-    pipe: tuple[str, ...]
-    batch: tuple[str, ...]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagePlace:
+    """Where stages run."""
+
+    mesh: Mesh  # the mesh
+    pipe: tuple[str, ...]  # the mesh axes of the stages
+    batch: tuple[str, ...]  # the mesh axes that the examples of a microbatch are sharded over; others may be mapped
 
     @property
     def num_stages(self) -> int:
@@ -174,9 +225,6 @@ def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
 
 # Primitives, because nothing maps a `jax.shard_map` of some axes over others by `spmd_axis_name`.
 
-send_p = jex_core.Primitive("zero_send")
-own_p = jex_core.Primitive("zero_own")
-
 
 def is_never_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Tells remat policies whether they keep nothing that a primitive makes: it may take a layer, or is complex.
@@ -231,8 +279,7 @@ def _transpose(cotangent: Any, x: Any, *, pairs: Pairs, **params: Any) -> list[A
     return [send_p.bind(cotangent, pairs=tuple((target, source) for source, target in pairs), **params)]
 
 
-send_p.def_abstract_eval(lambda x, **_: x)
-send_p.def_impl(_send)
+send_p = new_primitive("zero_send", _send)
 define_tangents(
     send_p,
     lambda x, **params: send_p.bind(x, **params),
@@ -240,10 +287,7 @@ define_tangents(
 )
 ad.primitive_transposes[send_p] = _transpose
 batching.primitive_batchers[send_p] = _batch
-mlir.register_lowering(send_p, mlir.lower_fun(_send, multiple_results=False))
 
-own_p.def_abstract_eval(_own_aval)
-own_p.def_impl(_own)
+own_p = new_primitive("zero_own", _own, aval=_own_aval)
 ad.primitive_jvps[own_p] = _own_jvp
 batching.primitive_batchers[own_p] = _batch_own
-mlir.register_lowering(own_p, mlir.lower_fun(_own, multiple_results=False))

@@ -8,8 +8,8 @@ from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
+from zero_jax.transforms.pipeline.place import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.ring import num_moved
-from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def staged_layers(entry: FoundLoop) -> StagedLayers:
     """Returns what a report shows of a loop that is cut into stages."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
-    schedule, travelling, num_bytes = loop.stages.schedule, [], 0
+    schedule, travelling, num_bytes = loop.schedule, [], 0
     jaxpr, num_carry = open_jaxpr(loop.layer)[0], len(loop.carry)
     if not schedule.is_interleaved:
         pairs = zip((*loop.consts, *loop.carry), (x.aval for x in jaxpr.invars[1:]), strict=False)
@@ -152,7 +152,7 @@ def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], *, is_carry: boo
     s = loop.num_stages
     to_others = 1 - 1 / s
     passed = loop.num_ticks * (to_others if loop.num_groups == 1 else 1)
-    if loop.stages.schedule.is_interleaved or not role.is_rows:
+    if loop.schedule.is_interleaved or not role.is_rows:
         return passed
     # All homes but one send to the first stage, and receive from the last one.
     return passed + (1 + is_carry) * to_others / s * num_moved(loop, shape, role.dim)

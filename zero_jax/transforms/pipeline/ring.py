@@ -212,23 +212,17 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a microbatch is cut into equal parts.
+    """How a microbatch is cut into equal parts."""
 
-    Attributes:
-      shape: the shape that it is cut in, its examples, or the devices that have them, first.
-      dim: the dim that is cut, counted from the end; the last part may have padding.
-      part_size: the size of a part along it.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    part_size: int
+    shape: tuple[int, ...]  # the shape that it is cut in, its examples, or the devices that have them, first
+    dim: int  # the dim that is cut, counted from the end; the last part may have padding
+    part_size: int  # the size of a part along it
 
     @classmethod
     def of(cls, loop: LayerLoop, shape: Sequence[int]) -> Cut:
         """Returns how a microbatch of some shape, its examples first, is cut into as many parts as a turn has ticks."""
         place, num_parts = loop.place, loop.num_stage_groups
-        rows, is_alone = math.prod(shape[:-1]) // place.num_shards, loop.stages.axes.size_beside_batch(place.mesh) == 1
+        rows, is_alone = math.prod(shape[:-1]) // place.num_shards, loop.axes.size_beside_batch(place.mesh) == 1
         if is_alone and len(shape) > 2 and shape[-2] % TILE_ROWS == 0 and rows % (num_parts * TILE_ROWS) == 0:
             # Rows of features one after another: parts are what a device has in memory. Of parts along another dim
             # XLA:TPU copies all that waits, several times in each tick. Rows that are sharded over others are not so.

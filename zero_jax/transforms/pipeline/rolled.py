@@ -19,7 +19,8 @@ from zero_jax.program.evaluation import evaluate_equations, flattened, trace_fla
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of, scan_of
-from zero_jax.transforms.blocks import EqnSequence, find_blocks
+from zero_jax.transforms.blocks import find_blocks
+from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, scans_over_params

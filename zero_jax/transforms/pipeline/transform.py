@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import platform_of
-from zero_jax.dims import SAME, Relation, TraceComparison, dim_map
+from zero_jax.dims import SAME, Relation, TraceComparison
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import Subcall, equations_of, kind_of
+from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims, carries
 from zero_jax.transforms.pipeline.body import CannotCut
+from zero_jax.transforms.pipeline.copied_tables import CopiedTable, array_of, looked_up
 from zero_jax.transforms.pipeline.cut import (
     MOVED_WHOLE,
     FoundLoop,
@@ -43,10 +43,9 @@ from zero_jax.transforms.pipeline.microbatch import (
     by_microbatch,
     variables_with_gradient,
 )
-from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
-from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 
@@ -188,7 +187,7 @@ class PipelinedProgram(LossProgram):
 
 def _num_layers(entry: FoundLoop) -> int:
     """Returns the layers of stages that take one microbatch forward and one backward; 0 if a scan is none of these."""
-    return entry.loop.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
+    return entry.loop.num_layers if entry.loop is not None and entry.loop.schedule.is_interleaved else 0
 
 
 def _left(entry: FoundLoop, why: str) -> FoundLoop:
@@ -214,13 +213,11 @@ def _forward(entry: FoundLoop) -> FoundLoop:
     """Returns a scan over layers all of whose microbatches go forward before the loss of one."""
     if entry.loop is None:
         return entry
-    stages = entry.loop.stages
-    if stages.num_microbatches % stages.num_stages:
-        number = f"{stages.num_microbatches} microbatches are no multiple of pipe"
+    if entry.loop.num_microbatches % entry.loop.num_stages:
+        number = f"{entry.loop.num_microbatches} microbatches are no multiple of pipe"
         return _left(entry, f"it is run before the chain of '1f1b', and {number}")
-    schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
-    loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
-    return dataclasses.replace(entry, loop=loop)
+    schedule = dataclasses.replace(entry.loop.schedule, is_interleaved=False)
+    return dataclasses.replace(entry, loop=dataclasses.replace(entry.loop, schedule=schedule))
 
 
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:
@@ -276,17 +273,13 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovedGrads:
-    """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs.
+    """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs."""
 
-    Attributes:
-      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum. A device sends
-        this part of the params to the stages, too.
-      copies: the mesh axes over which devices have the same params.
-      moves: what moves the sum of a leaf to where it is stored, of those that are to be moved.
-    """
-
+    # For each leaf of params, by its number, its path and the mesh axes of the dims of that sum. A device sends this
+    # part of the params to the stages, too.
     parts: Mapping[int, tuple[str, Dims]]
-    copies: tuple[str, ...]
+    copies: tuple[str, ...]  # the mesh axes over which devices have the same params
+    # What moves the sum of a leaf to where it is stored, of those that are to be moved
     moves: dict[int, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
 
 
@@ -302,69 +295,19 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
         params, data = jaxpr.invars[: traced.num_params], jaxpr.invars[traced.num_params :]
         size = max((x.aval.shape[0] for x in data if x.aval.shape), default=0)
-        lookups = [eqn for eqn in jaxpr.eqns if _takes_rows(eqn) and eqn.invars[0] in params]
-        tables = {x.invars[0] for x in lookups if _are_many(x, stages) or _is_multiplied(jaxpr, x.invars[0])}
+        tables = looked_up(jaxpr, params, stages)
         # The gradient of a stack that is used elsewhere, too, is a sum in both places: it cannot stay in the stages.
         stacks = {x: i for i, x in enumerate(params) if uses[x] == 1}
         walk = _StageWalk({} if moved is None else stacks, moved, stages.place)
 
         def run(leaves: Sequence[Any], _: Any) -> list[Any]:
             pairs = zip(jaxpr.invars, leaves, strict=True)
-            leaves = [_Table.of(x, stages.place, size) if var in tables else x for var, x in pairs]
-            return [*map(_array, walk.run(traced.closed, leaves, None))]
+            leaves = [CopiedTable.of(x, stages.place, size) if var in tables else x for var, x in pairs]
+            return [*map(array_of, walk.run(traced.closed, leaves, None))]
 
         return traced.evaluated(run)
 
     return PipelinedProgram(program, stages).then(evaluated)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Table:
-    """A param that examples are looked up in, and a copy of it for each stage, `[stages, ...]`.
-
-    The gradients of all uses of the copies are summed over stages once. Of one array XLA:TPU would all-reduce those of
-    many lookups, move the rows of few, and sum those of products, as of a head that is the table, by themselves.
-    """
-
-    array: jax.Array
-    copies: jax.Array
-    place: StagePlace
-    num_examples: int
-
-    @classmethod
-    def of(cls, array: jax.Array, place: StagePlace, num_examples: int) -> _Table:
-        """Returns a param with its copies."""
-        copies = jnp.broadcast_to(array, (place.num_stages, *array.shape))
-        return cls(array, place.pinned(copies, place.pipe), place, num_examples)
-
-    def moved(self, eqn: Any) -> _Table:
-        """Returns the table with its elements elsewhere, or of another dtype."""
-        (array,) = jaxprs.bind(eqn, [self.array])
-        copies = jaxprs.bind_mapped(eqn, [self.copies], (0,), spmd_axis_name=self.place.pipe)
-        return dataclasses.replace(self, array=array, copies=copies)
-
-    def used(self, eqn: Any, values: Sequence[Any]) -> jax.Array | None:
-        """Returns the result of a lookup or a product, on each stage by its copy; None where that is not possible.
-
-        That is where the leading dim of the result is that of the other operand, of examples or of rows of them, which
-        divide over stages.
-        """
-        (other,) = (i for i, x in enumerate(values) if x is not self)
-        place, num_stages, (shape,) = self.place, self.place.num_stages, (x.aval.shape for x in eqn.outvars)
-        is_of_examples = bool(shape) and shape[0] % self.num_examples == 0 and self.num_examples % num_stages == 0
-        if not is_of_examples or (shape[0] > self.num_examples and len(shape) > 2):  # of a sequence, perhaps
-            return None
-        if dim_map(eqn).kept[0] != ((other, 0),):
-            return None
-        x = values[other]
-        operands = [self.copies, place.pinned(x.reshape(num_stages, -1, *x.shape[1:]), place.pipe)]
-        operands = operands if other == 1 else operands[::-1]
-        result = jaxprs.bind_mapped(eqn, operands, (0, 0), spmd_axis_name=place.pipe)
-        return place.pinned(result.reshape(shape), place.pipe)
-
-
-def _array(value: Any) -> Any:
-    return value.array if isinstance(value, _Table) else value
 
 
 class _StageWalk(Walk[None]):
@@ -375,17 +318,17 @@ class _StageWalk(Walk[None]):
         self.params, self.moved, self.place = params, moved, place
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        has_table = any(isinstance(x, _Table) for x in values)
+        has_table = any(isinstance(x, CopiedTable) for x in values)
         return sub.kind == "call" and (has_table or any(each.primitive is pipeline_p for each in equations_of(eqn)))
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        tables = [x for x in values if isinstance(x, _Table)]
+        tables = [x for x in values if isinstance(x, CopiedTable)]
         if len(tables) == len(values) == 1 and eqn.primitive.name in MOVED_WHOLE:
             return [tables[0].moved(eqn)]
         if len(tables) == 1 and eqn.primitive.name in ("gather", "dot_general"):
             if (made := tables[0].used(eqn, values)) is not None:
                 return [made]
-        values = [*map(_array, values)]
+        values = [*map(array_of, values)]
         if eqn.primitive is not pipeline_p:
             return jaxprs.bind(eqn, values)
         loop, layers, others, stacks = split_stages(eqn, values)
@@ -411,36 +354,6 @@ class _StageWalk(Walk[None]):
         moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         with gather_scope(path):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
-
-
-def _takes_rows(eqn: Any) -> bool:
-    """Tells whether an equation looks whole rows of a table up."""
-    if eqn.primitive.name != "gather":
-        return False
-    table, kept = eqn.invars[0].aval, dim_map(eqn).kept
-    columns = [dims for dims in kept if not dims or dims[0][0] == 0]
-    return columns == [((0, i),) for i in range(1, table.ndim)] and kept[:1] == (((1, 0),),)
-
-
-def _are_many(eqn: Any, stages: Stages) -> bool:
-    """Tells whether a lookup is of as many rows on each stage as the table has: else XLA:TPU moves them, not a sum."""
-    return eqn.outvars[0].aval.size >= stages.num_stages * eqn.invars[0].aval.size
-
-
-def _is_multiplied(jaxpr: Any, table: Any) -> bool:
-    """Tells whether a variable is an operand of a product, as it is or transposed: that has a sum over stages."""
-    forms = {table}
-    for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in forms]
-        if places and eqn.primitive.name in MOVED_WHOLE:
-            forms.update(eqn.outvars)
-        elif places and kind_of(eqn) == "call":
-            inner, _ = jaxprs.open_jaxpr(jaxprs.inner_jaxprs(eqn)[0])
-            if any(_is_multiplied(inner, inner.invars[i]) for i in places):
-                return True
-        elif places and eqn.primitive.name == "dot_general":
-            return True
-    return False
 
 
 def split_stages(

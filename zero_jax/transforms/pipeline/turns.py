@@ -18,7 +18,8 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.jaxprs import bind, of_some, open_jaxpr
 from zero_jax.program.subcalls import equations_of
-from zero_jax.transforms.blocks import EqnSequence, repeats_of
+from zero_jax.transforms.blocks import repeats_of
+from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut
 

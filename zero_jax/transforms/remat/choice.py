@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.topology import hardware_of
-from zero_jax.transforms.kernels import waited_seconds
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import INPUT
+from zero_jax.transforms.roofline import waited_seconds
 
 # The share of the forward pass of blocks during which the link to the host is used at most.
 _LINK_SHARE = 0.8

@@ -23,9 +23,10 @@ from zero_jax.dims import ALIASES, ELEMENTWISE, ValueSharding, is_activation, pr
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.topology import HARDWARE, hardware_of
-from zero_jax.transforms.kernels import Roofline, kernels
+from zero_jax.transforms.kernels import kernels
 from zero_jax.transforms.remat.regions import RematRegion
 from zero_jax.transforms.remat.values import Mark, all_values, is_large, place_of
+from zero_jax.transforms.roofline import Roofline
 
 _Shardings = Mapping[Any, ValueSharding]
 _IN_PLACE = ELEMENTWISE - {"add", "add_any", "sub"}

@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
-from jax.extend import core as jex_core
-from jax.interpreters import batching, mlir, partial_eval
+from jax.interpreters import batching, partial_eval
 from jax.sharding import Mesh
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.dims import ValueSharding
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import define_tangents, is_literal
+from zero_jax.program.jaxprs import define_tangents, is_literal, new_primitive
 from zero_jax.sharding.chains import Chain, lifted, reshard, reshard_p
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
@@ -33,7 +32,6 @@ from zero_jax.transforms.remat.values import (
     attention_cores,
     is_large,
     labels_of,
-    pinned_dims,
     products_with_weights,
     selects,
 )
@@ -42,7 +40,7 @@ from zero_jax.transforms.remat.values import (
 # uses `x`, and the recomputation makes it again from `kept`. Without it the forward pass would use the copy, too, and
 # XLA would move that there and back: JAX puts a `reduce_precision` on what is saved, and no move cancels through it.
 
-join_p = jex_core.Primitive("zero_join")
+join_p = new_primitive("zero_join")
 
 
 def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
@@ -75,11 +73,8 @@ def _join_batch(args: Any, dims: Any, *, unshard: Chain) -> tuple[Any, int]:
     return join_p.bind(x, kept, unshard=lifted(unshard)), 0
 
 
-join_p.def_abstract_eval(lambda x, kept, **_: x)
-join_p.def_impl(lambda x, kept, **_: x)
 define_tangents(join_p, join_p.bind, lambda dot, *_, **__: dot)
 batching.primitive_batchers[join_p] = _join_batch
-mlir.register_lowering(join_p, lambda ctx, x, kept, **_: [x])
 partial_eval.partial_eval_jaxpr_custom_rules[join_p] = _join_partial_eval
 
 
@@ -170,9 +165,9 @@ class RematRegion:
         """What is known of its values; inputs that the region itself shards over the model are marked so."""
         known = self.setting.marked(self.jaxpr, self.marks)
         for eqn in self.jaxpr.eqns:
-            dims = pinned_dims(eqn, self.setting.axes.model)
-            for var in jaxprs.variables(eqn) if dims is not None else ():
-                if known.marks[var].dims is None:
+            if eqn.primitive.name in ("sharding_constraint", "zero_reshard"):
+                (var,), dims = eqn.invars, known.mark(eqn.outvars[0]).dims
+                if dims is not None and known.mark(var).dims is None:
                     known.marks[var] = dataclasses.replace(known.marks[var], dims=dims)
         return known
 

@@ -10,21 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zero_jax.attention import RESIDUALS
-from zero_jax.dims import CASTS, PLACES, dim_map, is_contraction, is_float, passthrough
+from zero_jax.dims import ValueSharding, is_contraction, is_float, propagate_shardings
 from zero_jax.program import jaxprs
-from zero_jax.program.dataflow import Dataflow
-from zero_jax.sharding.chains import reshard_p
-from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import Dims, carries, dims_of
+from zero_jax.sharding.spec import Dims, carries
 from zero_jax.transforms.facts import Facts, find_cores
 
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096
-# What `passthrough` declines because it is not for the shard of a param.
-_BY_DIMS = CASTS | PLACES | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,65 +44,23 @@ class MarkedValues(Facts):
     @functools.cached_property
     def marks(self) -> dict[Any, Mark]:
         """For each variable what is known of it."""
-        marks: dict[Any, Mark] = {}
-        _Marks(self, self.mesh, self.model).run(self.jaxpr, self.of_inputs, marks)
-        return marks
+        pairs = list(zip(self.jaxpr.invars, self.of_inputs, strict=True))
+        inputs = [ValueSharding(dims=mark.dims or ((),) * len(getattr(x.aval, "shape", ()))) for x, mark in pairs]
+        found = propagate_shardings(self.jaxpr, inputs, sizes=dict(self.mesh.shape), counted=()).values
+        made = (var for eqn in self.jaxpr.eqns for var in eqn.outvars)
+        marks = {var: Mark(self.kind(var), on_model(found[var].dims, self.model)) for var in made}
+        kinds = ((var, self.kind(var)) for var in self.jaxpr.constvars)
+        return marks | dict(pairs) | {var: Mark(kind, stays_alive=kind == "value") for var, kind in kinds}
 
     def mark(self, atom: Any) -> Mark:
         """Returns the mark of a variable or a literal."""
         return CONST if jaxprs.is_literal(atom) else self.marks[atom]
 
 
-class _Marks(Dataflow[Mark]):
-    def __init__(self, facts: Facts, mesh: Mesh, model: tuple[str, ...]):
-        super().__init__()
-        self.facts, self.mesh, self.model = facts, mesh, model
-
-    def constant(self, atom: Any) -> Mark:
-        kind = self.facts.kind(atom)
-        return Mark(kind, stays_alive=kind == "value")
-
-    def operation(self, eqn: Any, operands: list[Mark]) -> list[Mark]:
-        dims = [mark.dims for mark in operands]
-        return [Mark(self.facts.kind(var), _model_dims(eqn, var, dims, self.mesh, self.model)) for var in eqn.outvars]
-
-
 def on_model(dims: Dims, model: tuple[str, ...]) -> Dims | None:
     """Returns the axes of the model among those of an array's dims, or None if it has none."""
     dims = tuple(tuple(axis for axis in axes if axis in model) for axes in dims)
     return dims if carries(dims, model) else None
-
-
-def _pinned(eqn: Any) -> Any:
-    """Returns the sharding that an equation constrains a value to, or None."""
-    if eqn.primitive.name == "sharding_constraint":
-        return eqn.params["sharding"]
-    chain = eqn.params["forward"].shardings if eqn.primitive is reshard_p else ()
-    return chain[-1] if chain else None
-
-
-def pinned_dims(eqn: Any, model: tuple[str, ...]) -> Dims | None:
-    """Returns the axes of the model that an equation constrains a value to, or None."""
-    sharding = _pinned(eqn)
-    is_of_dims = isinstance(sharding, NamedSharding)
-    return on_model(dims_of(sharding, len(eqn.outvars[0].aval.shape)), model) if is_of_dims else None
-
-
-def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: tuple[str, ...]) -> Dims | None:
-    name, shape = eqn.primitive.name, getattr(var.aval, "shape", ())
-    if _pinned(eqn) is not None:
-        return pinned_dims(eqn, model)
-    if all(dims is None for dims in ins):
-        return None
-    if name in _BY_DIMS:
-        dims = dim_map(eqn, eqn.outvars.index(var)).carry(ins)
-    elif jaxprs.inner_jaxprs(eqn) or name == "zero_attention":
-        # An activation function, say: what has the shape of an input has its sharding.
-        same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
-        dims = same[0] if same else None
-    else:
-        dims = passthrough(eqn, ins, lambda dims, i: axis_size(mesh, dims[i]))
-    return dims if dims is not None and len(dims) == len(shape) and carries(dims, model) else None
 
 
 def is_large(aval: Any) -> bool:

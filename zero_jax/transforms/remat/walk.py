@@ -19,7 +19,8 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
 from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
 from zero_jax.program.walk import Walk
-from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks, find_left_out, num_bytes
+from zero_jax.transforms.blocks import find_blocks, find_left_out
+from zero_jax.transforms.eqn_sequence import EqnSequence, RepeatedBlock, num_bytes
 from zero_jax.transforms.remat.choice import ValueChoice
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of

@@ -134,6 +134,7 @@ class Examples(Dataflow[State]):
         if is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
+        if is_contraction(eqn) or eqn.primitive.name == "sort":
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands

@@ -60,41 +60,79 @@ def refuse_convolution(eqn: Any) -> None:
 _FEATURES_IN_SHARES = 512
 
 
-def is_by_rows(eqn: Any, mesh: Mesh, axes: Axes) -> bool:
-    """Tells whether each device computes a share of the rows of a product over groups of rows (`lax.ragged_dot`).
+def is_of_rows(eqn: Any) -> bool:
+    """Tells whether an equation is a product over groups of rows (`lax.ragged_dot`) that are no less than its weight.
 
-    XLA has each compute all of them, and the gradient of all weights. In shares that is a sum over devices, which moves
-    as many bytes as the weights have: no more than the rows do that are sent.
+    Computed in shares of the rows, its gradient is a sum over devices, which moves as many bytes as the weights have.
     """
-    numbers, num_devices = eqn.params.get("ragged_dot_dimension_numbers"), axis_size(mesh, axes.batch)
-    if numbers is None or num_devices == 1 or axes.size_beside_batch(mesh) > 1:
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None or len(eqn.invars) != 3:
         return False
-    rows, weight, _ = (var.aval for var in eqn.invars)
+    rows, weight, sizes = (var.aval for var in eqn.invars)
     (contracted, _), (batch, _) = numbers.dot_dimension_numbers
     dims = tuple(contracted), tuple(batch), tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
-    is_large = rows.size + eqn.outvars[0].aval.size >= weight.size and min(weight.shape[1:]) >= _FEATURES_IN_SHARES
-    return dims == ((1,), (), (0,), (0,)) and rows.ndim == 2 and rows.shape[0] % num_devices == 0 and is_large
+    is_large = rows.size + eqn.outvars[0].aval.size >= weight.size
+    return dims == ((1,), (), (0,), (0,)) and rows.ndim == 2 and sizes.ndim == 1 and is_large
+
+
+def is_by_rows(eqn: Any, mesh: Mesh, axes: Axes) -> bool:
+    """Tells whether each device computes a share of the rows of such a product, where all are sorted together.
+
+    XLA has each compute all of them, and the gradient of all weights.
+    """
+    num_devices = axis_size(mesh, axes.batch)
+    if not is_of_rows(eqn) or num_devices == 1 or axes.size_beside_batch(mesh) > 1:
+        return False
+    rows, weight, _ = (var.aval for var in eqn.invars)
+    return rows.shape[0] % num_devices == 0 and min(weight.shape[1:]) >= _FEATURES_IN_SHARES
 
 
 def by_rows(eqn: Any, inputs: Sequence[jax.Array], copies: jax.Array, *, mesh: Mesh, axes: Axes) -> jax.Array:
     """Evaluates a product over groups of rows, each device its share of them by its own copy of the weight.
 
-    The gradient goes to the copies, `[devices, ...]`, in their dtype.
+    The gradient goes to the copies, `[devices, ...]`, in their dtype. The sizes of the groups are of all rows, or
+    `[devices, groups]` of those of each device.
     """
     rows, sizes = inputs
     dtype = eqn.invars[1].aval.dtype
 
     def share(rows: jax.Array, copies: jax.Array, sizes: jax.Array) -> jax.Array:
-        first, weight = lax.axis_index(axes.batch) * rows.shape[0], copies[0]
-        # Where groups end among a device's own rows; those before and behind them are empty.
-        ends = jnp.clip(jnp.cumsum(sizes) - first, 0, rows.shape[0]).astype(sizes.dtype)
-        inputs = [rows, weight.astype(dtype), jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))]
+        weight = copies[0]
+        if sizes.ndim == 1:
+            # Where groups end among a device's own rows; those before and behind them are empty.
+            first = lax.axis_index(axes.batch) * rows.shape[0]
+            ends = jnp.clip(jnp.cumsum(sizes) - first, 0, rows.shape[0]).astype(sizes.dtype)
+            sizes = jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))
+        inputs = [rows, weight.astype(dtype), sizes.reshape(-1)]
         return bind(eqn, inputs)[0] if weight.dtype == dtype else product(eqn, inputs, 1, weight)
 
     spec = PartitionSpec(axes.batch)
-    in_specs = spec, spec, PartitionSpec()
+    in_specs = spec, spec, spec if sizes.ndim == 2 else PartitionSpec()
     with source_context(eqn):
         return jax.shard_map(share, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(rows, copies, sizes)
+
+
+def product_of_blocks(eqn: Any, operands: Sequence[jax.Array], *, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Evaluates a product over groups of each device's rows, `[devices, groups]` of them, by a weight that all have.
+
+    It is a call that `of_blocks` knows.
+    """
+
+    def zero_product_of_blocks(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        share = lambda rows, weight, sizes: bind(eqn, [rows, weight, sizes[0]])[0]  # noqa: E731
+        spec = PartitionSpec(axes.batch)
+        in_specs = spec, PartitionSpec(), spec
+        shared = jax.shard_map(share, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)
+        return shared(rows, weight, sizes)
+
+    return jax.jit(zero_product_of_blocks)(*operands)
+
+
+def of_blocks(eqn: Any) -> Any:
+    """Returns the product over groups of rows that a call of `product_of_blocks` makes on each device, or None."""
+    if eqn.params.get("name") != "zero_product_of_blocks":
+        return None
+    return next(each for each in equations_of(eqn) if each.primitive.name.startswith("ragged_dot"))
 
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]

@@ -41,7 +41,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, example_dims, multiply
-from zero_jax.transforms.gather.products import holds_convolution, refuse_convolution
+from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product
 from zero_jax.transforms.gather.uses import gathered_use, refuse_gathered
 from zero_jax.transforms.pipeline.transform import pipeline_p
@@ -138,7 +138,10 @@ class GatherWalk(Walk[GatherFrame]):
             is_product = is_contraction(eqn) and any(isinstance(value, Lazy) for value in values)
             if not is_product and (sub is None or sub.kind != "call"):
                 values = [value.at_home() for value in values]
-        return super().equation(eqn, values, frame)
+        # A weight of rows that each device has sorted by itself: gradients go to its copies, not through `shard_map`.
+        has_shard = any(isinstance(value, Lazy) and value.is_shard for value in values)
+        inner = of_blocks(eqn) if has_shard else None
+        return super().equation(eqn if inner is None else inner, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates an equation that is not looked into."""

@@ -98,6 +98,17 @@ def test_steps_within_a_scan_are_those_steps(stage):
     reference.assert_placed_alike(last, state)
 
 
+def test_evaluations_of_traced_params_are_traced_once():
+    """A gradient that is not jitted calls the step with tracers each time, and jitted functions may call it often."""
+    params, batch = host_params(), make_batch()
+    evaluate = zero.make_eval_step(traced_once(loss_fn), mesh=mesh_of("4"), config=zero.ZeroConfig(stage=3))
+    grads = [jax.grad(lambda params: evaluate(params, batch).loss)(params) for _ in range(2)]
+    chex.assert_trees_all_equal(*grads)
+    traced = jax.make_jaxpr(lambda params: [evaluate(params, batch).loss for _ in range(2)])(params)
+    programs = [eqn.params for eqn in traced.eqns if "jaxpr" in eqn.params]
+    assert [program["name"] for program in programs] == ["eval_step"] * 2
+
+
 def test_one_of_several_processes_may_shard_a_batch_within_a_jitted_function(monkeypatch):
     """Its examples are those of all processes there."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)

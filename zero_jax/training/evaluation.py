@@ -89,10 +89,10 @@ class EvalStep:
                 params, others = placement.param_shardings("params"), placement.model_state_shardings()
                 put = lambda x, sharding: put_global(x, sharding) if is_explicit(x) else x  # noqa: E731
                 variables = jax.tree.map(put, variables, Variables(params=params, model_state=others))
-            if is_nested:  # JAX takes the compiler's options of the outermost function
-                return wait_on_cpu(jax.jit(self._metrics, static_argnums=2)(variables, batch, True), mesh)
-            self._same.check(self._jitted, variables, batch, given=given, axes=axes)
-            return wait_on_cpu(self._jitted(variables, batch), mesh)
+            jitted = self._nested if is_nested else self._jitted
+            if not is_nested:
+                self._same.check(jitted, variables, batch, given=given, axes=axes)
+            return wait_on_cpu(jitted(variables, batch), mesh)
 
     @functools.cached_property
     def _same(self) -> SameProgram:
@@ -100,24 +100,32 @@ class EvalStep:
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        return jax.jit(self._metrics, compiler_options=step_options(self.mesh, self.config).values or None)
+        options = step_options(self.mesh, self.config).values
+        return jax.jit(functools.partial(eval_step, self, is_nested=False), compiler_options=options or None)
 
-    def _metrics(self, variables: Variables, batch: PyTree, is_nested: bool = False) -> Metrics:
-        config = self.config
-        placement = make_placement(variables, mesh=self.mesh, config=config)
-        check_batch(batch, mesh=self.mesh, axes=self.axes)
-        # An average of params may be on the host, as part of the optimizer's state.
-        if "params" not in placement.groups:
-            variables = jax.tree.map(to_device, variables)
-        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
-        of_batch = dataclasses.replace(config, **fields)
-        loss = StepLoss(LossProgram(self.function.named()), placement, of_batch, is_nested)
-        key, loss_weight = jax.random.key(0), config.loss_weight
-        cast, batch = loss.cast(variables, batch, key)
-        program = loss.fused if loss_weight is None or not self.weighted else with_weight(loss.fused, loss_weight)
-        value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
-        weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weights else None
-        return replicated(Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight), self.mesh)
+    @functools.cached_property
+    def _nested(self) -> Any:
+        """The jitted function within others; JAX takes the compiler's options of the outermost one."""
+        return jax.jit(functools.partial(eval_step, self, is_nested=True))
+
+
+def eval_step(step: EvalStep, variables: Variables, batch: PyTree, *, is_nested: bool) -> Metrics:
+    """Returns loss and aux of a batch; profiles have its name."""
+    config, mesh = step.config, step.mesh
+    placement = make_placement(variables, mesh=mesh, config=config)
+    check_batch(batch, mesh=mesh, axes=step.axes)
+    # An average of params may be on the host, as part of the optimizer's state.
+    if "params" not in placement.groups:
+        variables = jax.tree.map(to_device, variables)
+    fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
+    of_batch = dataclasses.replace(config, **fields)
+    loss = StepLoss(LossProgram(step.function.named()), placement, of_batch, is_nested)
+    key, loss_weight = jax.random.key(0), config.loss_weight
+    cast, batch = loss.cast(variables, batch, key)
+    program = loss.fused if loss_weight is None or not step.weighted else with_weight(loss.fused, loss_weight)
+    value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
+    weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weights else None
+    return replicated(Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight), mesh)
 
 
 def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -> int:

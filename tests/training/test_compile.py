@@ -1,5 +1,7 @@
 """One compile per config, donated memory, and trainers that leave each other and the process alone."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -236,3 +238,24 @@ def test_aux_of_python_numbers():
         _, metrics = step(state, make_batch())
         assert float(metrics["aux"]["temperature"]) == 0.5 and int(metrics.aux["size"]) == 16
         assert metrics.aux["none"] is None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A batch that looks at its leaves when it is made, also of tracers."""
+
+    inputs: jax.Array
+    scale: jax.Array
+
+    def __post_init__(self):
+        assert not np.shape(self.scale) and self.scale is not None
+
+
+def test_microbatches_of_a_class_that_checks_its_leaves():
+    def scaled(params, batch):
+        return loss_fn(params, {"inputs": batch.inputs}) * batch.scale
+
+    state, step = make_trainer(scaled, stage=3, num_microbatches=2)
+    _, metrics = step(state, Checked(**make_batch(), scale=np.float32(2)))
+    np.testing.assert_allclose(metrics.loss, 2 * loss_fn(host_params(), make_batch()), rtol=1e-5)

@@ -22,7 +22,6 @@ from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.training.state.train_state import merge
 from zero_jax.transforms import DeviceSum
 
 _MISSING = object()
@@ -202,7 +201,7 @@ class Accumulator:
         def body(carry: Any, index_and_part: Any) -> Any:
             (sums, model_state), (index, part) = carry, index_and_part
             key = jax.random.fold_in(inputs.key, index)
-            part = merge(parts, part)
+            part = _with_scalars(part, parts)
             if self.adds_in_place:
                 (loss, (aux, _, weight)), sums = grads_of(part, key, model_state, sums)
                 return (pin(sums), model_state), (loss, weight, aux, None)
@@ -223,10 +222,8 @@ class Accumulator:
         if k > 1:
             shape = lambda p: (num_devices, *p.shape) if once else p.shape  # noqa: E731
             zeros = pin([jnp.zeros(shape(p), wide(p.dtype)) for p in inputs.params])
-            xs = (
-                jnp.arange(k),
-                jax.tree.map(lambda x: x if x.ndim else None, parts),
-            )
+            # Scalars have no dim of microbatches. A list: a batch's class may check its leaves, which None is not.
+            xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
             carry, (losses, weights, auxes, squares) = lax.scan(body, (zeros, inputs.model_state), xs)
             total, (sums, model_state) = self.total_of_grads(losses, weights), carry
             grads = [_divided(s, total) for s in sums]
@@ -297,6 +294,12 @@ def mean(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
         return losses.mean()
     weighed = _divided(_weigh(weights, losses).sum(), weights.sum())
     return jnp.where((weights == 0).all(), losses.mean(), weighed).astype(losses.dtype)
+
+
+def _with_scalars(arrays: list[jax.Array], batch: PyTree) -> PyTree:
+    """Puts one microbatch's arrays among the scalars of the batch."""
+    remaining = iter(arrays)
+    return jax.tree.map(lambda x: next(remaining) if x.ndim else x, batch)
 
 
 def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:

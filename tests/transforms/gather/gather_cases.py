@@ -138,6 +138,15 @@ case(RNN, SEQUENCES, name="rnn, gathered once")(rnn)
 case(RNN, SEQUENCES, name="rnn, gathered in each iteration", max_hoisted_bytes=0)(rnn)
 
 
+@case(RNN | {"bias": normal(FEATURES)}, SEQUENCES)
+def shared_by_steps_of_a_python_loop(params, x):
+    h = jnp.zeros(x.shape[1:])
+    for step in x:
+        inputs = jax.checkpoint(jnp.matmul)(step, params["input"])
+        h = jnp.tanh(h @ params["recurrent"] + inputs + params["bias"] @ params["recurrent"].T)
+    return mean_square(h)
+
+
 @case(RNN | {"bias": normal(FEATURES), "out": normal(2 * FEATURES, FEATURES)}, SEQUENCES)
 def recurrent_params_in_many_forms(params, x):
     def cell(carry, x):

@@ -1,5 +1,6 @@
 """What `gather_on_use` keeps from the forward to the backward pass, and how often it gathers."""
 
+import collections
 import functools
 import re
 
@@ -182,6 +183,25 @@ def test_gathers_of_a_recurrent_weight():
         options = {"mesh": mesh_of("8"), "max_hoisted_bytes": max_hoisted_bytes}
         (event,) = zero.gather_report(fn, specs, params, batch_of(mesh_of("8")), **options).events
         assert event.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_what_layers_of_a_python_loop_share_is_gathered_and_reduced_once(wrap, stage):
+    """A gradient that is reduced once is an all-to-all here, of what devices have of it."""
+
+    def fn(params, x):
+        for _ in range(LAYERS):
+            x = wrap(apply)(x, params["w"])
+        return jnp.mean(x**2)
+
+    mesh, config = mesh_of("8"), zero.ZeroConfig(stage=stage, min_shard_size=1)
+    init_fn = lambda key: {"w": jnp.asarray(WEIGHTS[0])}  # noqa: E731
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    step = zero.make_train_step(fn, optax.sgd(0.1), mesh=mesh, config=config)
+    text = step.lower(state, batch_of(mesh)).compile().as_text()
+    moved = collections.Counter(c.kind for c in hlo.collectives(text) if c.full_bytes > WIDTH)
+    assert moved == {"all-gather": 1, "all-to-all": 1}
 
 
 def test_branch_not_taken_gathers_nothing():

@@ -5,9 +5,11 @@ In a pipeline a stack is sharded over stages along its layers, and what a stage 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +85,33 @@ def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> l
         stack = _gathered(walk, first, jnp.stack([value.built for value in group.values()]), ((), *first.shard))
         for (i, value), array in zip(group.items(), stack, strict=True):
             results[i] = dataclasses.replace(value, roots=(array,), is_gathered=True)
+    return results
+
+
+# Products with a param from which on it is gathered once for all of them. A table that is the head too has two uses.
+_MANY_PRODUCTS = 3
+
+
+def shared_once(
+    walk: Any, jaxpr: Any, values: Sequence[Any], uses: Mapping[int, Collection[int]]
+) -> list[Lazy | Value]:
+    """Gathers once what several steps of a Python loop multiply with, such as layers that share their params.
+
+    Each device has a copy, whose gradients are reduced once. `uses` have the params of each equation that uses some.
+    """
+    counts = collections.Counter(itertools.chain.from_iterable(uses.values()))
+    results, shared, num_blocks = list(values), list[int](), axis_size(walk.options.mesh, walk.options.axes.batch)
+    for i, count in counts.items():
+        is_shard = isinstance(values[i], Lazy) and values[i].is_shard and not values[i].is_gathered
+        is_plain = is_shard and not (values[i].on_host or values[i].formats.gather or walk.options.mapped)
+        if count >= _MANY_PRODUCTS and is_plain:
+            shared += [i] * only_multiplied(jaxpr, jaxpr.invars[i], walk.batch_sizes, num_blocks)
+    if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
+        return results
+    for i in shared:
+        first = next(jaxpr.eqns[index] for index, params in uses.items() if i in params)
+        walk.notes.gather(values[i], first, f"once for {counts[i]} products", early=False)
+        results[i] = Copies(values[i].widened(gathered_copies(walk.options, values[i])), params_only=True)
     return results
 
 

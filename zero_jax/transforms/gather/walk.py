@@ -38,7 +38,7 @@ from zero_jax.transforms.gather.deferred import (
 )
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
-from zero_jax.transforms.gather.loops import hoisted, sliced, staged
+from zero_jax.transforms.gather.loops import hoisted, shared_once, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, example_dims, multiply
 from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
@@ -89,16 +89,16 @@ class GatherWalk(Walk[GatherFrame]):
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates an open jaxpr and returns its results."""
-        env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
-
-        def read(atom: Any) -> Lazy | Value:
-            return Value(atom.val, params_only=True) if jaxprs.is_literal(atom) else env[atom]
-
         facts = Facts(jaxpr, ["param" if value.params_only else "value" for value in ins])
         deferred = {i for i, value in enumerate(ins) if value.is_deferred}
         uses = facts.uses if frame.ends_forward and deferred else {}
         last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
+        ins = shared_once(self, jaxpr, ins, uses)
+        env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
+
+        def read(atom: Any) -> Lazy | Value:
+            return Value(atom.val, params_only=True) if jaxprs.is_literal(atom) else env[atom]
 
         def evaluate(index: int) -> None:
             eqn = jaxpr.eqns[index]
@@ -139,8 +139,7 @@ class GatherWalk(Walk[GatherFrame]):
             if not is_product and (sub is None or sub.kind != "call"):
                 values = [value.at_home() for value in values]
         # A weight of rows that each device has sorted by itself: gradients go to its copies, not through `shard_map`.
-        has_shard = any(isinstance(value, Lazy) and value.is_shard for value in values)
-        inner = of_blocks(eqn) if has_shard else None
+        inner = of_blocks(eqn) if any(isinstance(x, Lazy) and x.is_shard for x in values) else None
         return super().equation(eqn if inner is None else inner, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
@@ -155,8 +154,7 @@ class GatherWalk(Walk[GatherFrame]):
             is_lookup = eqn.primitive.name == "gather" and not self.options.mapped
             return (self.lookup if is_lookup else self.on_params)(eqn, values, frame)
         arrays = [value.array for value in values]
-        own = self.options.conv_batch
-        made = [product(eqn, arrays, 1, arrays[1], own=own)] if is_wrong else self.bind(eqn, arrays)
+        made = [product(eqn, arrays, 1, arrays[1], own=self.options.conv_batch)] if is_wrong else self.bind(eqn, arrays)
         return _values(made, values)
 
     def on_params(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:

@@ -21,8 +21,10 @@ from zero_jax import hlo
 from zero_jax.attention import function
 from zero_jax.models import gpt
 from zero_jax.program.subcalls import equations
+from zero_jax.sharding.mesh import axes_of
 from zero_jax.training import StepLoss
-from zero_jax.transforms.pipeline.cut import layers_outside
+from zero_jax.transforms.pipeline.cut import LayerLoop, layers_outside
+from zero_jax.transforms.pipeline.place import StagePlace
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5
@@ -156,6 +158,16 @@ def text_batch(size=16):
     segments = np.sort(rng.integers(0, 3, (size, 8), dtype=np.int32), axis=1)
     weights = rng.random((size, 8), dtype=np.float32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": weights}
+
+
+def test_two_scans_with_the_same_stages_are_not_the_same_layers():
+    """A loop is a parameter of its equation: equal ones would count as one equation."""
+    mesh = zero.make_mesh(pipe=2, data=4)
+    stages = {"place": StagePlace(mesh=mesh, pipe=("pipe",), batch=("data",)), "axes": axes_of(mesh)}
+    of_loop = {"num_layers": 2, "consts": (), "carry": (), "ys": (), "num_slices": 1, "unroll": 1, "policy": None}
+    make = functools.partial(LayerLoop, **stages, **of_loop, num_microbatches=2, keeps_values=False)
+    first, other = make(layer=jax.make_jaxpr(jnp.sin)(0.0)), make(layer=jax.make_jaxpr(jnp.cos)(0.0))
+    assert first != other and len({first, other, dataclasses.replace(first), first}) == 3
 
 
 @pytest.mark.slow

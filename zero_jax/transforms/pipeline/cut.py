@@ -123,6 +123,12 @@ class LayerLoop(Stages):
     policy: Any  # what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone
     keeps_values: bool  # whether the backward pass reads more of a layer than its inputs
 
+    # Equal to itself alone: what is inherited compares the fields of `Stages`, which loops have in common.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
     @property
     def num_stage_groups(self) -> int:
         """The groups of layers of all stages: a microbatch goes through as many."""

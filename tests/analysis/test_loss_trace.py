@@ -293,6 +293,27 @@ def test_the_gradient_of_a_small_table_that_is_looked_up_moves_once_for_each_use
     assert uses["gathered_in"] == ["forward"] and uses["is_scattered"] == is_tied
 
 
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data_0": 4, "data_1": 2}], ids=["1 axis", "2 axes"])
+def test_the_gradient_of_lookups_of_more_rows_than_the_table_has_moves_once_beside_rows_that_move(mesh):
+    """It is that of copies of each device's own, and no reduce-scatter besides."""
+
+    def loss(params, batch):
+        of_many = params["embed"][(batch[..., None] + jnp.arange(128)) % VOCAB].mean(2)
+        return ((params["embed"][batch] @ params["mid"]) * of_many).mean()
+
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
+    config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=1)
+    init = lambda key: {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}  # noqa: E731
+    state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+    found = trace_loss(loss, state.params, jax.ShapeDtypeStruct((32, LENGTH), jnp.int32), mesh=mesh, config=config)
+    sent = comms.estimate(state, mesh=mesh, config=config, traced=found).rows
+    scattered = [row.total_sent_bytes for row in sent if row.kind == "reduce-scatter"]
+    assert sum(scattered) == WIDTH * WIDTH * 2 * 7 / 8
+    moved = sum(row.total_sent_bytes for row in sent if row.kind == "all-to-all")
+    steps = sum((1 - 1 / size) / 8 for size in mesh.shape.values())  # of the rows, and of the gradient they make
+    assert moved == VOCAB * WIDTH * 2 * 7 / 8 + (EXAMPLES + VOCAB * WIDTH) * 2 * steps
+
+
 def test_a_leaf_of_the_model_s_state_is_gathered_alone_and_a_param_beside_its_gradient():
     params = {"embed": jnp.zeros((VOCAB, WIDTH)), "mid": jnp.zeros((WIDTH, WIDTH))}
     lora = zero.Lora(rules=["mid"], rank=2)

@@ -33,21 +33,24 @@ def uses_of_params(jaxpr: Any, placement: Placement) -> dict[str, ParamUses]:
         path = gathered_path(stack)
         if path is not None and eqn.params["forward"].shardings and SENT not in stack:
             eqns.setdefault(path, []).append((eqn, phase_of(stack), times))
-    if "params" not in placement.groups:
-        return {path: uses for path, of_param in eqns.items() if (uses := _uses_of_whole(of_param))}
     num_axes = sum(placement.mesh.shape[axis] > 1 for axis in placement.axes.data)
+    if "params" not in placement.groups:
+        of_whole = {path: _uses_of_whole(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
+        return {path: uses for path, uses in of_whole.items() if uses is not None}
     return {path: _uses(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
 
 
-def _uses_of_whole(eqns: Sequence[tuple[Any, str, int]]) -> ParamUses | None:
+def _uses_of_whole(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int) -> ParamUses | None:
     """Returns what moves of the gradient of a table that is stored whole, where it is of rows that move, else None."""
     chains = [(eqn.params["forward"].shardings, eqn.params["backward"].shardings) for eqn, *_ in eqns]
     # Cotangents of rows have a way back, and a whole gradient has none.
-    num_of_rows = sum(len(there) == len(back) for there, back in chains)
+    num_of_rows = sum(len(there) == len(back) > 1 for there, back in chains)
     if not num_of_rows:
         return None
-    # What each of them becomes moves to the param's shards once more, and so does the sum of all gradients.
-    is_scattered = sum(not back for _, back in chains) > num_of_rows + 1
+    # What each of them becomes moves to the param's shards once more, and so do the gradient of copies of each device's
+    # own, after it moved axis by axis, and the sum of all gradients.
+    num_others = sum(not back for _, back in chains) - num_of_rows - 1
+    is_scattered = num_others * num_axes > sum(0 < len(back) < len(there) for there, back in chains)
     moves = [move for eqn, phase, times in eqns for move in _steps(eqn, phase=phase, times=times)]
     return ParamUses(moves=tuple(moves), is_scattered=is_scattered)
 

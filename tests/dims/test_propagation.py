@@ -189,6 +189,26 @@ def test_conflicting_dims_gather_the_smaller_side():
     assert len(got.outputs[0].axes) == 2
 
 
+@pytest.mark.parametrize("d", [16, 256])
+@pytest.mark.parametrize(("x_spec", "w_spec"), [(P("data", None, "model"), UP[1]), (P("data", "model"), DOWN[1])])
+def test_a_dim_that_is_contracted_is_gathered_for_one_of_the_result(x_spec, w_spec, d):
+    """Whichever operand is larger; so XLA propagates, which of layers that are all split over their results is each."""
+    product = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+    got = found(product, ((B, T, d), x_spec), ((d, F), w_spec))
+    gathered = (B // 2 * T * d if x_spec[-1] == "model" else d * F) * 4 * 3 / 4
+    assert moves(got) == [("all-gather", gathered, 1)]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    placed = [NamedSharding(mesh, spec) for spec in (x_spec, w_spec)]
+    compiled = jax.jit(product, in_shardings=placed).lower(*arrays((B, T, d), (d, F))).compile()
+    assert got.outputs[0].dims == dims_of(compiled.output_shardings, 3)
+
+
+def test_a_constraint_to_another_mesh_says_nothing_of_the_axes_of_this_one():
+    experts = jax.make_mesh((8,), ("experts",), axis_types=(AxisType.Auto,))
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(experts, P("experts")))  # noqa: E731
+    assert found(constrained, X).outputs[0].dims == (("data",), (), ())
+
+
 def test_what_is_not_known_is_said():
     factor = lambda x: jnp.linalg.eigh(x)[1]  # noqa: E731
     got = found(factor, ((B, D, D), P("data", "model", None)))

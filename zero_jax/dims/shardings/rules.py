@@ -145,8 +145,11 @@ def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueShar
     for axis in sorted(sides[0].axes & sides[1].axes):
         at = tuple((s, next(i for i, dim in enumerate(sides[s].dims) if axis in dim)) for s in (0, 1))
         if at not in (*known.kept, *known.reduced):
+            # XLA propagates the dims of the result first: an operand that has the axis along another dim is gathered.
+            inner = [s for s in (0, 1) if known.to(at[s]) is None]
             smaller = min((0, 1), key=lambda s: walk.local_bytes(avals[s], sides[s]))
-            sides[smaller] = walk.gather(sides[smaller], avals[smaller], (axis,))
+            lost = inner[0] if len(inner) == 1 else smaller
+            sides[lost] = walk.gather(sides[lost], avals[lost], (axis,))
     dims = [side.dims for side in sides]
     return [_partial(walk, known.carry(dims), known.reduced_axes(dims), eqn)]
 
@@ -203,8 +206,8 @@ def _constrained(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[V
     sharding, aval = inputs[0], eqn.invars[0].aval
     targets = [eqn.params["sharding"]] if "sharding" in eqn.params else eqn.params["forward"].shardings
     for target in targets:
-        if not isinstance(target, NamedSharding):
-            continue
+        if not isinstance(target, NamedSharding) or not set(target.mesh.axis_names) <= set(walk.sizes):
+            continue  # a mesh of the model's own, say
         entries = tuple(target.spec) + (None,) * (len(sharding.dims) - len(target.spec))
         constrained = dims_of(target.spec, len(sharding.dims))
         fixed = {axis for dim in constrained for axis in dim}

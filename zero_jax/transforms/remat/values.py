@@ -64,7 +64,7 @@ def on_model(dims: Dims, model: tuple[str, ...]) -> Dims | None:
 
 
 def is_large(aval: Any) -> bool:
-    """Tells whether a value is worth placing: a floating array of some size, not complex (`kept.keep_names`)."""
+    """Tells whether a value is worth placing: a floating array of some size, not complex (`regions.keep_names`)."""
     is_real = hasattr(aval, "shape") and jnp.issubdtype(aval.dtype, jnp.floating)
     return is_real and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
 

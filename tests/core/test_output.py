@@ -1,5 +1,6 @@
 """A reader that stops reading stops no program."""
 
+import contextlib
 import io
 import os
 import threading
@@ -47,9 +48,63 @@ def test_a_reader_that_stops_reading_loses_lines_and_is_told_how_many(pipe):
 
 def test_text_that_is_longer_than_a_pipe_is_not_waited_for(pipe):
     reader, writer = pipe
-    in_time(lambda: UnstalledStream(lambda: writer).write("\xe9" * 300_000))
+    in_time(lambda: print("\xe9" * 300_000, end="", file=UnstalledStream(lambda: writer), flush=True))
     os.set_blocking(reader.fileno(), False)
     assert {*reader.read()} == {"\xe9"}
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+def test_a_terminal_that_nothing_reads_stops_nothing_whatever_the_lengths_of_lines(monkeypatch):
+    """As of a connection that hangs: no Ctrl-S says so, and what has room for a line may have none for its end."""
+    monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.05)
+    leader, follower = os.openpty()
+    with open(follower, "w") as terminal:
+        stream = UnstalledStream(lambda: terminal)
+        in_time(lambda: [stream.write("x" * (k * 37 % 300) + "\n") for k in range(3000)])
+        reader = threading.Thread(target=lambda: [*iter(lambda: read_or_end(leader), b"")], daemon=True)
+        reader.start()
+    reader.join(60)
+    os.close(leader)
+
+
+def read_or_end(descriptor):
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # EIO, of a terminal that is closed
+        return b""
+
+
+def test_a_line_is_one_write_and_its_beginning_is_written_when_asked_for(pipe):
+    """Lines of processes that share a pipe would be mixed."""
+    reader, writer = pipe
+    stream = UnstalledStream(lambda: writer)
+    print("a", "b", file=stream)
+    print("c", end="", file=stream)
+    assert os.read(reader.fileno(), 100) == b"a b\n"
+    stream.flush()
+    assert os.read(reader.fileno(), 100) == b"c"
+
+
+def test_of_a_line_with_a_character_that_the_encoding_lacks_nothing_is_written(tmp_path):
+    with open(tmp_path / "log", "w", encoding="ascii") as file:
+        with pytest.raises(UnicodeEncodeError):
+            print("a" * 2000 + "\xe9", file=UnstalledStream(lambda: file))
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_process_without_stdout_and_a_notebook_lose_nothing_that_they_had(pipe):
+    """A notebook's stream has the descriptor of the terminal that its server was started in, which may be stopped."""
+    print("a line", file=UnstalledStream(lambda: None), flush=True)
+    assert not UnstalledStream(lambda: None).isatty()
+    _, writer = pipe
+    os.set_blocking(writer.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer.fileno(), b"x" * 4096)
+    notebook = io.StringIO()
+    notebook.fileno = writer.fileno
+    print("a line", file=UnstalledStream(lambda: notebook))
+    assert notebook.getvalue() == "a line\n"
 
 
 def test_a_stream_in_memory_gets_all_and_a_reader_that_has_ended_is_an_error(pipe):

@@ -1,6 +1,7 @@
 """A whole run, tiny: what it shows, what it leaves behind, and what it refuses."""
 
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -20,7 +21,7 @@ from zero_jax.core.variables import Variables
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.trainer import optimizers
+from zero_jax.trainer import optimizers, run_folder
 from zero_jax.trainer import run as training_run
 from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.optimizers import OptimizerConfig
@@ -327,6 +328,14 @@ def test_what_is_no_folder_in_the_place_of_a_run_is_not_called_one(config, tmp_p
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"cannot make the folder of the run: .*/{name}: File exists .*{reason}"):
             training_run.prepare(dataclasses.replace(config, name=name, resume=resume), model=MODEL)
+
+
+def test_checkpoints_in_a_bucket_that_are_there_already_are_those_of_a_run(tmp_path):
+    def check(name):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"gs://bucket/{name}")
+
+    with pytest.raises(ValueError, match="gs://bucket/mine holds a run already: choose another name"):
+        run_folder.make_folder(tmp_path, "mine", "default", resume=False, check=check)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama"}', "[]", "no JSON"])

@@ -19,7 +19,7 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import mapping, parse_json, read_file
+from zero_jax.core.files.untrusted import is_bucket, mapping, parse_json, read_file
 from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
@@ -84,7 +84,7 @@ def make_folder(
                 existing = error.filename or existing
             except OSError as error:
                 raise ValueError(f"cannot make the folder of the run: {with_remedy(error)}") from error
-        if not os.path.isdir(existing):  # a file, or a link to a disk that is not mounted
+        if not (is_bucket(existing) or os.path.isdir(existing)):  # a file, or a link to a disk that is not mounted
             error = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing))
             raise ValueError(f"cannot make the folder of the run: {with_remedy(error)}")
         raise ValueError(

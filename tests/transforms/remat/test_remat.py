@@ -297,6 +297,33 @@ def test_what_the_model_has_sharded_stays_so():
     assert "zero_join" not in names_of(plain_block)
 
 
+def test_products_that_are_sharded_are_kept_as_they_are():
+    """Those of experts are shares already, and of layers that are all split over their results each is one."""
+    num_experts, features = 4, 64
+    shapes = {"up": (LAYERS, num_experts, WIDTH, features), "down": (LAYERS, num_experts, features, WIDTH)}
+    experts = {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+    def of_experts(x, p):
+        hidden = jnp.tanh(jnp.einsum("btd,edf->ebtf", x, p["up"]))
+        return x + jnp.einsum("ebtf,efd->ebtd", hidden, p["down"]).sum(0)
+
+    report = functools.partial(remat_report, mesh=mesh_of("model4"))
+    found = report(
+        scanned(of_experts),
+        experts,
+        X(),
+        remat="dots_sharded",
+        specs=dict.fromkeys(experts, PartitionSpec(None, "model")),
+    )
+    products = num_experts * BATCH * TOKENS * features * 4 // 2  # what goes down is summed, and not read again
+    assert found.kept.device_bytes == LAYERS * (STREAM_BYTES + products) // 4
+    layers, specs = [{"up": jnp.ones((WIDTH, WIDTH))}] * LAYERS, [{"up": PartitionSpec(None, "model")}] * LAYERS
+    split = lambda params, x: functools.reduce(lambda x, p: jnp.tanh(x @ p["up"]), params, x).mean()  # noqa: E731
+    first, *others = report(split, layers, X(), remat="full", specs=specs).regions
+    assert (first.times, [row.times for row in others]) == (1, [LAYERS - 1])
+    assert others[0].kept.device_bytes == STREAM_BYTES // 4
+
+
 def test_indivisible_residuals_are_reported():
     report = remat_report(
         scanned(mlp_block),

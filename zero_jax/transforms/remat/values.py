@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from zero_jax.attention import RESIDUALS
 from zero_jax.dims import ValueSharding, is_contraction, is_float, propagate_shardings
 from zero_jax.program import jaxprs
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries
 from zero_jax.transforms.facts import Facts, find_cores
 
@@ -45,10 +46,13 @@ class MarkedValues(Facts):
     def marks(self) -> dict[Any, Mark]:
         """For each variable what is known of it."""
         pairs = list(zip(self.jaxpr.invars, self.of_inputs, strict=True))
-        inputs = [ValueSharding(dims=mark.dims or ((),) * len(getattr(x.aval, "shape", ()))) for x, mark in pairs]
-        found = propagate_shardings(self.jaxpr, inputs, sizes=dict(self.mesh.shape), counted=()).values
+        found = dict[Any, ValueSharding]()
+        if axis_size(self.mesh, self.model) > 1:
+            inputs = [ValueSharding(dims=mark.dims or ((),) * len(getattr(x.aval, "shape", ()))) for x, mark in pairs]
+            found = propagate_shardings(self.jaxpr, inputs, sizes=dict(self.mesh.shape), counted=()).values
         made = (var for eqn in self.jaxpr.eqns for var in eqn.outvars)
-        marks = {var: Mark(self.kind(var), on_model(found[var].dims, self.model)) for var in made}
+        dims_of = lambda var: on_model(found[var].dims, self.model) if found else None  # noqa: E731
+        marks = {var: Mark(self.kind(var), dims_of(var)) for var in made}
         kinds = ((var, self.kind(var)) for var in self.jaxpr.constvars)
         return marks | dict(pairs) | {var: Mark(kind, stays_alive=kind == "value") for var, kind in kinds}
 

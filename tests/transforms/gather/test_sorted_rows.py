@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gathering import check, compiled_step, normal
 from jax import lax
@@ -83,6 +84,11 @@ def descending(params, x):
     return jnp.zeros_like(x).at[order // K].add(y * weight.reshape(-1)[order][:, None])
 
 
+def noised(params, x):
+    """A key that is made in the loss is no number that is known when it is traced."""
+    return added(params, x + jax.random.normal(jax.random.key(3), x.shape) / 10)
+
+
 def positions(params, x):
     """The first tokens of each expert alone, by their places in the order of all."""
     weight, expert = route(params, x)
@@ -143,6 +149,29 @@ def other_rows(params, x):
     return jnp.zeros_like(x).at[order // K].add(y)
 
 
+def at_other_places(params, x, places):
+    """Rows are looked up at places that are made of where they are in the order of all."""
+    _, expert = route(params, x)
+    order = jnp.argsort(expert)
+    y = experts(params, x[order // K], jnp.bincount(expert, length=E))
+    return y[places(jnp.argsort(order))].reshape(-1, K, x.shape[-1]).sum(1)
+
+
+def at_least(params, x):
+    return at_other_places(params, x, lambda places: jnp.maximum(places, np.arange(len(places))))
+
+
+def shuffled(params, x):
+    """What leads back to the numbers of rows does not lead back to their places."""
+
+    def places(own):
+        half = len(own) // 2
+        turned = own.reshape(2, half).T.reshape(-1)
+        return turned % half * 2 + turned // half
+
+    return at_other_places(params, x, places)
+
+
 def shifted(params, x):
     """Rows go to the token after the one that they are of."""
     _, expert = route(params, x)
@@ -164,8 +193,11 @@ def loss(layer, params, batch):
     return jnp.mean(jnp.square((x + y).astype(jnp.float32)))
 
 
-SAME = [added, summed, inverted, scattered, written, descending]
-OTHERS = [promised, routed_apart, positions, neighbours, left_sorted, places_as_numbers, other_rows, overwritten]
+SAME = [added, summed, inverted, scattered, written, descending, noised]
+OTHERS = [
+    *(promised, routed_apart, positions, neighbours, left_sorted, places_as_numbers, other_rows, overwritten),
+    *(at_least, shuffled),
+]
 
 
 def changed(layer, mesh):

@@ -54,12 +54,13 @@ class _Sorted(Deferred):
     array: Any
     number: int  # of the sort
     dim: int | None  # the dim of the sorted rows; None for places of rows that are not sorted
-    # What it is, as known when the program is traced: for each row before the sort; of places, for each place
+    # What it is, as known when the program is traced: for each row before the sort; of places, for each place in order
     known: Any = None
+    rows: Any = None  # of places, the numbers of the rows that they are of
 
     @property
     def key(self) -> Hashable:
-        return self.number, self.dim, None if self.known is None else self.known.tobytes()
+        return self.number, self.dim, *(None if x is None else x.tobytes() for x in (self.known, self.rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ class _Blocks(Walk[None]):
             return made
         if any(isinstance(value, _Sorted) for value in values):
             return self.by_row(eqn, values)
-        if values and all(map(_is_scalar, values)) and [x.aval.shape for x in eqn.outvars] == [()]:
+        if eqn.primitive.name in _KNOWN and all(map(_is_scalar, values)) and eqn.outvars[0].aval.shape == ():
             return [_known(eqn, values)]
         outs, name = bind(eqn, [*map(_array, values)]), eqn.primitive.name
         if name == "iota":
@@ -182,14 +183,14 @@ class _Blocks(Walk[None]):
     def by_row(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Evaluates what may be done row by row, in any order of the rows."""
         results, dims = [], [self.sorted_dim(eqn, i, values) for i in range(len(eqn.outvars))]
-        known = self.known_rows(eqn, values) if len(dims) == 1 else None
+        known, rows = self.known_rows(eqn, values) if len(dims) == 1 else (None, None)
         is_places = all(x.dim is None for x in values if isinstance(x, _Sorted))
         if "lost" in dims and not (is_places and known is not None):
             return bind(eqn, [self.plain(value) for value in values])
         (number,) = {x.number for x in values if isinstance(x, _Sorted)}
         for out, dim in zip(bind(eqn, [*map(_array, values)]), dims, strict=True):
             if is_places or isinstance(dim, int):
-                out = _Sorted(out, number, None if is_places else dim, known)
+                out = _Sorted(out, number, None if is_places else dim, known, rows)
             results.append(out)
         return results
 
@@ -230,14 +231,23 @@ class _Blocks(Walk[None]):
             return at in updates.same_along
         return isinstance(updates, _Sorted) and updates.dim == at
 
-    def known_rows(self, eqn: Any, values: list[Any]) -> Any:
-        """Returns what a result is for each row, where that is known when the program is traced."""
-        operands = [x.known if isinstance(x, _Sorted) else x for x in values]
-        is_known = all(x is not None and (isinstance(x, np.ndarray) or _is_scalar(x)) for x in operands)
-        size = max(x.size for x in operands if isinstance(x, np.ndarray)) if is_known else 0
-        if not is_known or eqn.primitive.name not in _KNOWN or eqn.outvars[0].aval.size != size:
-            return None
-        return _known(eqn, operands)
+    def known_rows(self, eqn: Any, values: list[Any]) -> tuple[Any, Any]:
+        """Returns what a result is for each row, or place, where that is known when the program is traced, and `rows`.
+
+        Only scalars are the same for all of them.
+        """
+        found, name = [x for x in values if isinstance(x, _Sorted)], eqn.primitive.name
+        is_known = all(x.known is not None for x in found) and name in _KNOWN
+        if not is_known or not all(isinstance(x, _Sorted) or _is_scalar(x) for x in values):
+            return None, None
+        rows, size = found[0].rows, (found[0].known if found[0].rows is None else found[0].rows).size
+        if eqn.outvars[0].aval.size != size:
+            return None, None
+        if rows is not None and name not in ELEMENTWISE:  # moved as they are
+            return found[0].known, _known(eqn, [rows])
+        if len({None if x.rows is None else x.rows.tobytes() for x in found}) > 1:
+            return None, None  # of one row the place of another
+        return _known(eqn, [x.known if isinstance(x, _Sorted) else x for x in values]), rows
 
     def sort(self, eqn: Any, *values: Any) -> list[Any] | None:
         """Sorts rows of all examples; or brings what is sorted home, by the numbers of its rows."""
@@ -250,7 +260,7 @@ class _Blocks(Walk[None]):
             if not is_order or not all(isinstance(x, _Constant) and x.is_count for x in others):
                 return None
             made = self.sorted_blocks(eqn, values)
-            return [made[0], *(_Sorted(x, keys.number, None, _numbers(x)) for x in made[1:])]
+            return [made[0], *(_places_of(x, keys.number) for x in made[1:])]
         if self.examples.operands.get(id(eqn), [None])[0] != 0 or any(isinstance(x, _Sorted) for x in others):
             return None
         number, self.num_sorts = self.num_sorts, self.num_sorts + 1
@@ -296,7 +306,7 @@ class _Blocks(Walk[None]):
             return None
         blocks = [self.split(_array(whole)), self.local(eqn, index), self.split(_array(updates))]
         made = self.of_devices(bind_mapped(eqn, blocks, (0, 0, 0))).reshape(out.shape)
-        return [_Sorted(made, index.number, None, _numbers(made)) if is_places else made]
+        return [_places_of(made, index.number) if is_places else made]
 
     def product(self, eqn: Any, rows: Any, weight: Any, *sizes: Any) -> list[Any] | None:
         """Multiplies groups of sorted rows, each device its own."""
@@ -323,7 +333,11 @@ class _Blocks(Walk[None]):
         """Tells whether indices are the numbers of rows, or of equal runs of them, so that each device has its own."""
         num_rows, size = eqn.invars[0].aval.shape[0], eqn.invars[1].aval.size
         is_even = index.array.shape[0] % self.examples.num_shards == num_rows % self.examples.num_shards == 0
-        return is_even and size % num_rows == 0 and _is_numbered(index.known, size, size // num_rows)
+        if not is_even or size % num_rows:
+            return False
+        if index.dim is None:
+            return _is_numbered(index.known, num_rows) and _is_numbered(index.rows, size)
+        return _is_numbered(index.known, size, size // num_rows)
 
     def local(self, eqn: Any, index: _Sorted) -> jax.Array:
         """Returns indices in the rows of each device, `[devices, indices of a device, ...]`."""
@@ -357,6 +371,11 @@ def _known(eqn: Any, operands: Sequence[Any]) -> np.ndarray:
 def _numbers(rows: jax.Array) -> np.ndarray:
     """Returns the numbers of rows, in their dtype, which may be too narrow for them."""
     return np.arange(len(rows)).astype(rows.dtype)
+
+
+def _places_of(array: jax.Array, number: int) -> _Sorted:
+    """Returns where in the order of a sort each row is."""
+    return _Sorted(array, number, None, _numbers(array), np.arange(len(array), dtype=np.int32))
 
 
 def _is_numbered(known: Any, size: int, run: int = 1) -> bool:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from gathering import check, compiled_step, normal
 from jax import lax
@@ -235,6 +236,19 @@ def test_rows_are_sorted_on_meshes_of_several_axes(mesh):
     assert is_changed(inverted, mesh_of(mesh)) == (mesh != "model2")
     batch = normal(16, 6, D, scale=1.0)
     check(functools.partial(loss, inverted), init(), batch, mesh=mesh_of(mesh), reduce_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(("stage", "min_shard_size"), [(0, 1), (3, 1), (3, 10**9)])
+def test_gradients_of_experts_are_summed_in_the_reduce_dtype(stage, min_shard_size):
+    """Of experts that are unsharded, too."""
+    mesh, tx, dtypes = mesh_of("8"), optax.sgd(0.1), {"compute": jnp.bfloat16, "reduce": jnp.float32}
+    config = zero.ZeroConfig(stage=stage, precision=zero.Precision(**dtypes), min_shard_size=min_shard_size)
+    state = zero.abstract_state(lambda _: jax.tree.map(jnp.asarray, init()), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(functools.partial(loss, added), tx, mesh=mesh, config=config)
+    program = jax.make_jaxpr(step)(state, jax.ShapeDtypeStruct((16, 6, D), jnp.float32))
+    sums = [eqn.outvars[0].aval for eqn in equations(program) if eqn.primitive.name == "psum"]
+    dtypes = [x.dtype for x in sums if x.shape[-3:] in ((E, D, F), (E, F, D))]
+    assert dtypes == [jnp.float32] * 3
 
 
 @pytest.mark.slow

@@ -298,12 +298,13 @@ def gathered_array(options: GatherOptions, value: Lazy | Value, *, dtype: Any = 
 
 
 def gathered_copies(options: GatherOptions, value: Lazy, dtype: Any = None) -> jax.Array:
-    """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
-    dims, array = value.shard, value.built
-    array = array if dtype is None else array.astype(dtype)
+    """Gives each device its own copy of a param, gathered; their gradients are summed in the reduce dtype."""
+    array = value.built if dtype is None else value.built.astype(dtype)
+    dims = value.shard if value.is_shard else ((),) * array.ndim
     with gather_scope(value.path):
-        forward = gathering(options, value, array.shape)
-        array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
+        if value.is_shard:
+            forward = gathering(options, value, array.shape)
+            array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
         return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
 

@@ -76,12 +76,11 @@ def _own_grads(options: GatherOptions, eqn: Any, lazy: Mapping[int, Lazy], sent:
 
 
 def _in_shares(options: GatherOptions, eqn: Any, values: Sequence[Any]) -> bool:
-    """Tells whether each device computes a share of a product of all examples with a sharded param."""
-    shards = [isinstance(value, Lazy) and value.is_shard for value in values]
-    if options.mapped or shards != [False, True, False]:
+    """Tells whether each device computes a share of a product of all examples with a param."""
+    if options.mapped or [isinstance(value, Lazy) for value in values] != [False, True, False]:
         return False
     # Sizes of groups of each device's own rows have two dims.
-    return values[2].array.ndim == 2 or is_by_rows(eqn, options.mesh, options.axes)
+    return values[2].array.ndim == 2 or (values[1].is_shard and is_by_rows(eqn, options.mesh, options.axes))
 
 
 def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -909,6 +909,13 @@ def with_statistics(params, batch):
     return loss / LAYERS
 
 
+def over_examples(params, batch):
+    """Layers that read how many examples the batch has, as a number that is known when the loss is traced."""
+    x, size = params["embed"][batch["tokens"]], jnp.float32(len(batch["tokens"]))
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) / size, None), x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 def with_a_mean(params, batch):
     """Layers that read a mean over the batch of what params have made."""
     x = params["embed"][batch["tokens"]]
@@ -1215,6 +1222,7 @@ FORMS = {
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),
     with_statistics: ("1f1b", 4, [LAYERS]),
+    over_examples: ("1f1b", 4, [LAYERS]),
     with_a_mean: ("circular:2", 4, [LAYERS]),
 }
 
@@ -1639,6 +1647,35 @@ def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of
 
     with pytest.raises(ValueError, match="read what params and all examples have a part in; give pipeline='gpipe'"):
         lowered(loss_fn, pipeline="1f1b")
+
+
+def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():
+    def loss_fn(params, batch):
+        x, total = params["embed"][batch["tokens"]], 0.0
+        for half in (slice(0, 4), slice(4, 8)):
+            layer = lambda c, w: ((x := c[0] + jnp.tanh(c[0] @ w), c[1] + jnp.square(x).mean()), None)  # noqa: E731
+            (x, total), _ = jax.lax.scan(layer, (x, total), params["layers"]["w"][half])
+            x = x * params["gate"]
+        return jnp.square(x @ params["head"]).mean() + total
+
+    message = "read a sum over the examples that those of another loop made .add it behind.* give pipeline='gpipe'"
+    with pytest.raises(ValueError, match=message):
+        lowered(loss_fn, pipeline="1f1b")
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_what_has_another_shape_of_one_example_is_not_that_of_the_batch(pipeline):
+    """The layers that run are those of one example: the mean of two is another function there."""
+
+    def loss_fn(params, batch):
+        x, first = params["embed"][batch["tokens"]], batch["mask"][jnp.arange(min(len(batch["mask"]), 2))]
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"]) * first.mean(0)[:, None], None)  # noqa: E731
+        return jnp.square(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]).mean()
+
+    mesh = zero.make_mesh(pipe=4, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"pipe=4: .* at .*test_pipeline"):
+        lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=BATCH_SIZE)
+    lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=4)
 
 
 def test_what_stages_0_and_1_do_not_return_names_the_stage_that_does():

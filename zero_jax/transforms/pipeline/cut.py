@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -206,9 +206,11 @@ def find_loops(
             if len(parts) > 1 and _wiring(others[0]) != _wiring(others[2]):
                 raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
-            shared, *_ = scan.split(eqn.invars)
-            are_again = [not jaxprs.is_literal(x) and x in again for x in shared]
-            roles = _roles(compared, pair, inputs, are_again, comparison)
+            # Of one example there may be another shape: the layers that run are not those that are compared.
+            shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
+            of_one_shape = [i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1]
+            of_batch = {i: not jaxprs.is_literal(x := shared[i][0]) and x in again for i in of_one_shape}
+            roles = _roles(compared, pair, inputs, of_batch, comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
@@ -329,19 +331,19 @@ def _roles(
     compared: tuple[Any, Any],
     pair: Pair,
     inputs: Sequence[Relation],
-    are_again: Sequence[bool],
+    of_batch: Mapping[int, bool],
     comparison: TraceComparison,
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results.
 
-    What all its layers read, and is no value of each example, is that of the whole batch; but for what is made `again`
-    of each microbatch.
+    What all its layers read, and is no value of each example, is that of the whole batch, by its number in `of_batch`;
+    but for what is made again of each microbatch, for which that is true.
     """
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
-    for i, is_again in enumerate(are_again):
-        if operands[i].is_plain or pair.whole.invars[i].aval.shape != pair.part.invars[i].aval.shape:
+    for i, is_again in of_batch.items():
+        if operands[i].is_plain:
             continue
         if is_again:
             raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")

@@ -241,6 +241,10 @@ class LossTraces:
             env = dict(given)
             for i in own:
                 eqn = eqns[i]
+                if i == self.index:  # its layers read the numbers of the batch, as `find_loops` has it
+                    numbers = scan_of(eqn).split(self.whole.eqns[i].invars)[0]
+                    read = [a if jaxprs.is_literal(a) else b for a, b in zip(numbers, eqn.invars, strict=False)]
+                    eqn = eqn.replace(invars=[*read, *eqn.invars[len(read) :]])
                 if i == self.index and alone:
                     consts, carry, _ = scan_of(eqn).split(eqn.invars)
                     avals = tuple(var.aval for var in eqn.outvars)
@@ -351,6 +355,11 @@ class _End:
                 is_aux = read_for(whole.outvars[:1], whole.eqns).isdisjoint(eqn.outvars)
                 what = "an entry of aux is" if is_aux else "the loss is"
                 raise CannotCut(f"{what} not made of those of microbatches: {why if not own else 'examples are read'}")
+            elif eqn is whole.eqns[traces.index]:
+                of_others = (
+                    "its layers read a sum over the examples that those of another loop made (add it behind them)"
+                )
+                raise CannotCut(of_others if own else why)
             else:
                 late.update(made)
                 eqns.append(eqn)

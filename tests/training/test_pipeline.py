@@ -1663,6 +1663,23 @@ def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():
         lowered(loss_fn, pipeline="1f1b")
 
 
+@pytest.mark.parametrize(("in_layers", "pipeline"), [(True, "gpipe"), (False, "1f1b")])
+def test_a_number_that_is_another_of_one_example_is_refused(in_layers, pipeline):
+    """Of more examples it is their number."""
+
+    def loss_fn(params, batch):
+        x, size = params["embed"][batch["tokens"]], max(len(batch["tokens"]), 2)
+        sum_of = lambda x, is_here: jnp.square(x).sum() / size if is_here else jnp.square(x).mean()  # noqa: E731
+        layer = lambda c, w: ((x := c[0] + jnp.tanh(c[0] @ w["w"]), c[1] + sum_of(x, in_layers)), None)  # noqa: E731
+        (x, total), _ = jax.lax.scan(layer, (x, 0.0), params["layers"])
+        return sum_of(x @ params["head"], not in_layers) + total
+
+    mesh = zero.make_mesh(pipe=4, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches"):
+        lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=BATCH_SIZE)
+    lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=4)
+
+
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_what_has_another_shape_of_one_example_is_not_that_of_the_batch(pipeline):
     """The layers that run are those of one example: the mean of two is another function there."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from zero_jax.dims import (
@@ -203,8 +205,11 @@ def find_loops(
             others = same_scans(jaxprs_of, index)[1:]
             if len(others) < len(parts):
                 raise CannotCut("loss_fn does something else on a microbatch than on the batch")
-            if len(parts) > 1 and _wiring(others[0]) != _wiring(others[2]):
-                raise CannotCut(OF_ONE)
+            if len(parts) > 1:
+                wirings, (one, many, two) = zip(*map(_wiring, others), strict=True)
+                numbers = zip(one, two, many, strict=False)
+                if wirings[0] != wirings[2] or not are_of_one(numbers, stages.num_microbatches):
+                    raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             # Of one example there may be another shape: the layers that run are not those that are compared.
             shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
@@ -300,19 +305,51 @@ def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
     return [eqn for eqn in found if eqn is not None and len(eqn.invars) == len(like.invars)]
 
 
-def _wiring(eqn: Any) -> list[Any]:
-    """Returns what the operations of a layer are on, and what it returns; what only changes a shape is passed over."""
-    jaxpr, found = jaxprs.open_jaxpr(scan_of(eqn).jaxpr)[0], list[Any]()
+def _wiring(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """Returns what the operations of a layer are on, and what it returns; and the numbers among these.
+
+    What only changes a shape is passed over.
+    """
+    jaxpr = jaxprs.open_jaxpr(flattened(scan_of(eqn).jaxpr, kinds=("call", "remat")))[0]
+    found, numbers = list[Any](), list[Any]()
     made: dict[Any, Any] = {var: i for i, var in enumerate(jaxpr.invars)}
-    source = lambda atom: None if jaxprs.is_literal(atom) else made.get(atom)  # noqa: E731
+
+    def source(atom: Any) -> Any:
+        own = np.asarray(atom.val) if jaxprs.is_literal(atom) else made.get(atom)
+        if isinstance(own, np.ndarray):
+            numbers.append(own)
+            return None
+        return own
+
     for each in jaxpr.eqns:
-        read = [*map(source, each.invars)]
         if each.primitive.name in SAME_ELEMENTS - CASTS:
-            made[each.outvars[0]] = read[0]
+            atom = each.invars[0]
+            made[each.outvars[0]] = np.asarray(atom.val) if jaxprs.is_literal(atom) else made.get(atom)
         else:
+            read = [*map(source, each.invars)]
             made.update({var: (len(found), i) for i, var in enumerate(each.outvars)})
             found.append((each.primitive.name, read))
-    return [*found, *map(source, jaxpr.outvars)]
+    return [*found, *map(source, jaxpr.outvars)], numbers
+
+
+def are_of_one(numbers: Iterable[tuple[Any, Any, Any]], num_microbatches: int) -> bool:
+    """Tells whether numbers of a trace on one example are to those on two as these to those on microbatches of two.
+
+    Else what was compared, which is of more examples, says nothing of one: `max(len(x), 2)` is no number of examples.
+    """
+    for one, two, many in numbers:
+        if any(x.shape or x.dtype.kind not in "biuf" for x in (one, two, many)):
+            continue
+        a, b, c = float(one), float(two), float(many)
+        if b == c:
+            wanted = b
+        elif b * c > 0:
+            wanted = b / 2 ** (math.log(c / b) / math.log(num_microbatches))
+        else:
+            continue  # which the comparison refuses
+        if not math.isclose(a, wanted, rel_tol=1e-5):
+            return False
+    return True
 
 
 def _check_scan(scan: Subcall, stages: Stages) -> None:

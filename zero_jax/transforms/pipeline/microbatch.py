@@ -9,7 +9,7 @@ as those of a reference model: the examples of a microbatch have a part of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, Role, pipeline_p, role_of
+from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, Role, are_of_one, pipeline_p, role_of
 
 # The layers within the loss of a microbatch: of the constants and carries of the scan, without what it slices.
 layers_p = jex_core.Primitive("zero_layers")
@@ -127,6 +127,9 @@ class LossTraces:
         traces = (_Trace.of(x, whole, of_one=flag) for x, flag in zip((whole, *parts), of_one, strict=False))
         self.batch, self.microbatch, *others = traces
         self.compared = others or [self.batch, self.microbatch]
+        assert entry.loop is not None
+        if others and not are_of_one(_numbers([parts[0], *parts[:0:-1]]), entry.loop.num_microbatches):
+            raise CannotCut(OF_ONE)
         eqns = self.whole.eqns
         self.after = made_of(eqns[self.index].outvars, eqns)  # the layers and what is made of them
         self.of_params = made_of([*self.whole.invars[:num_params], *self.whole.constvars], eqns)
@@ -257,6 +260,15 @@ class LossTraces:
             return [env[variables[x]] for x in results]
 
         return trace_flat(run, [variables[x].aval for x in inputs])
+
+
+def _numbers(traces: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields the numbers that the same operation is on in each of several traces."""
+    each = (jaxprs.open_jaxpr(closed)[0].eqns for closed in traces)
+    for eqns in zip(*each, strict=True):
+        for atoms in zip(*(eqn.invars for eqn in eqns), strict=True):
+            if all(map(jaxprs.is_literal, atoms)):
+                yield tuple(np.asarray(atom.val) for atom in atoms)
 
 
 def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> tuple[Any, Sequence[int]]:

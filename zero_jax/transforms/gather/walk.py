@@ -139,8 +139,7 @@ class GatherWalk(Walk[GatherFrame]):
             if not is_product and (sub is None or sub.kind != "call"):
                 values = [value.at_home() for value in values]
         # A weight of rows that each device has sorted by itself: gradients go to its copies, not through `shard_map`.
-        is_of_weight = [isinstance(value, Lazy) for value in values] == [False, True, False]
-        inner = of_blocks(eqn) if is_of_weight else None
+        inner = of_blocks(eqn) if [isinstance(x, Lazy) for x in values] == [False, True, False] else None
         return super().equation(eqn if inner is None else inner, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:

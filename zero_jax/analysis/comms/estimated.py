@@ -231,8 +231,7 @@ class _LeafTraffic:
             self.k = self.schedule.num_runs(*sizes, leaf.shape[0]) if leaf.pipe else 1
             # Each stage has a gradient of it in each tick; it is gathered once.
             self.is_of_ticks = self.schedule.is_interleaved and not leaf.pipe
-            self.is_one_layer = bool(leaf.pipe) and str(self.schedule) in ("gpipe", "1f1b")
-            self.is_one_layer &= leaf.shape[:1] <= (placement.num_stages,)
+            self.is_one_layer = bool(leaf.pipe) and self.schedule.num_groups == 1 and leaf.shape[0] <= sizes[0]
             self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
@@ -255,14 +254,14 @@ class _LeafTraffic:
 
     def param_rows(self) -> Iterator[EstimateRow]:
         """Yields the gathers of a param."""
-        placement, k = self.placement, self.k
+        placement = self.placement
         blocks = blocks_of_leaf(placement.quantize, "gathers", self.leaf, mesh=self.mesh)
         param_axes = placement.axes_of_group("params")
         if param_axes:
             gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
-            forward, backward = k, k
+            forward, backward = self.k, self.k
             if self.is_one_layer:  # XLA has no loop over the one layer: it gathers once before the ticks, or in each
-                forward, backward = (k, placement.num_stages - 1) if self.schedule.is_interleaved else (1, k)
+                forward, backward = (self.k, placement.num_stages - 1) if self.schedule.is_interleaved else (1, self.k)
             yield from _rows("all-gather", gathers, blocks or self.compute, "forward", forward)
             # What is not kept is dropped after its use in the forward pass, and gathered again for the backward pass.
             if not (self.config.keep_gathered or self.is_of_ticks):
@@ -270,8 +269,8 @@ class _LeafTraffic:
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
-        dims = self.leaf.update_dims or self.leaf.dims
-        yield from _rows("all-gather", self.gathers(dims, missing), dtype, "update", 1)
+        gathers = self.gathers(self.leaf.update_dims or self.leaf.dims, missing)
+        yield from _rows("all-gather", gathers, dtype, "update", 1)
 
     def stage_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the stages that store layers, or features of all, and those that run them."""

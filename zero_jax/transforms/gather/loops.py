@@ -56,9 +56,10 @@ def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
     They are little beside matrices, and a gather of one takes its latency in each iteration. XLA:TPU makes all-reduces
     of such gathers, which wait for those of the matrices that have begun.
     """
-    length, size = eqn.params["length"], num_bytes(stack.aval)
+    length, size, options = eqn.params["length"], num_bytes(stack.aval), walk.options
     are_vectors = stack.aval.ndim > 1 and math.prod(stack.aval.shape[1:-1]) <= _FEW_ROWS
-    if not (are_vectors and size <= walk.options.max_hoisted_bytes and _is_plain(walk, stack) and length > 1):
+    is_little = are_vectors and size <= options.max_hoisted_bytes and not options.stored_unsharded
+    if not (is_little and _is_plain(walk, stack) and length > 1):
         return stack
     walk.notes.gather(stack, eqn, f"once before {length} iterations that use vectors of it", early=False)
     return dataclasses.replace(stack, roots=(_gathered(walk, stack, stack.roots[0], stack.shard),), is_gathered=True)
@@ -68,7 +69,7 @@ def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> l
     """Gathers the vectors of the layers of a Python loop as one stack of those of a size; leaves others as they are."""
     groups, results = dict[Any, dict[int, Lazy]](), list(values)
     vectors = [(i, x) for i, x in enumerate(values) if isinstance(x, Lazy) and x.aval.ndim == 1 and _is_plain(walk, x)]
-    if len(vectors) < 2:  # as of stacks of layers
+    if len(vectors) < 2 or walk.options.stored_unsharded:  # as of stacks of layers
         return results
     first_users = {var: eqn for eqn in reversed(jaxpr.eqns) for var in variables(eqn)}
     for i, value in vectors:
@@ -99,26 +100,29 @@ def shared_once(
 
     Each device has a copy, whose gradients are reduced once. `uses` have the params of each equation that uses some.
     """
-    counts = collections.Counter(itertools.chain.from_iterable(uses.values()))
-    results, shared, num_blocks = list(values), list[int](), axis_size(walk.options.mesh, walk.options.axes.batch)
+    counts, shared = collections.Counter(itertools.chain.from_iterable(uses.values())), list[int]()
+    results, sizes, num_blocks = list(values), walk.batch_sizes, axis_size(walk.options.mesh, walk.options.axes.batch)
     for i, count in counts.items():
-        is_shard = isinstance(values[i], Lazy) and values[i].is_shard and not values[i].is_gathered
-        is_plain = is_shard and not (values[i].on_host or values[i].formats.gather or walk.options.mapped)
-        if count >= _MANY_PRODUCTS and is_plain:
-            shared += [i] * only_multiplied(jaxpr, jaxpr.invars[i], walk.batch_sizes, num_blocks)
+        is_plain = isinstance(values[i], Lazy) and not values[i].is_gathered and _is_plain(walk, values[i])
+        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], sizes, num_blocks):
+            shared.append(i)
     if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
         return results
     for i in shared:
         first = next(jaxpr.eqns[index] for index, params in uses.items() if i in params)
         walk.notes.gather(values[i], first, f"once for {counts[i]} products", early=False)
-        results[i] = Copies(values[i].widened(gathered_copies(walk.options, values[i])), params_only=True)
+        results[i] = _copies(walk, values[i])
     return results
 
 
 def _is_plain(walk: Any, value: Lazy) -> bool:
     """Tells whether a param is a shard that may be gathered before its use."""
-    options = walk.options
-    return value.is_shard and not (value.on_host or options.stored_unsharded or options.mapped or value.formats.gather)
+    return value.is_shard and not (value.on_host or walk.options.mapped or value.formats.gather)
+
+
+def _copies(walk: Any, value: Lazy) -> Copies:
+    """Returns a param as a copy of each device's own, whose gradients are reduced once."""
+    return Copies(value.widened(gathered_copies(walk.options, value)), params_only=True)
 
 
 def _gathered(walk: Any, value: Lazy, array: jax.Array, dims: Dims) -> jax.Array:
@@ -155,7 +159,7 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
     num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
     if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
-        return Copies(value.widened(gathered_copies(walk.options, value)), params_only=True)
+        return _copies(walk, value)
     root = walk.gathered_array(value)
     if walk.options.product_dtype is None:
         return Value(root, params_only=True)

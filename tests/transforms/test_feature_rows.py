@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gathering import compiled_step, normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
@@ -69,3 +70,20 @@ def test_products_of_experts_are_in_rows_with_their_examples_first():
     params, x = jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
     expected, found = (jax.jit(jax.value_and_grad(fn, (0, 1)))(params, x) for fn in (loss, rows))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("shape", [(128, 128), (2, 128, 128)])
+def test_products_of_complex_numbers_compile_for_tpus(shape):
+    """XLA:TPU, which makes pairs of them, takes no layout of an array of complex numbers; of gradients neither."""
+    pytest.importorskip("libtpu")
+
+    def loss(params, x):
+        of_params = jax.lax.complex(*(params[name].astype(jnp.float32) for name in ("real", "imag")))
+        for weight in (of_params, params["complex"]):
+            for each in weight.reshape(-1, *shape[-2:]):
+                x = (x.astype(jnp.complex64) @ each).real
+        return jnp.square(x).mean()
+
+    init = lambda: {"real": normal(*shape), "imag": normal(*shape), "complex": 1j * normal(*shape)}  # noqa: E731
+    assert compiled_step(loss, init, (32, 16, 128), 3)

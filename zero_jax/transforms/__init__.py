@@ -36,6 +36,7 @@ from zero_jax.transforms.separable.separability import BatchParts, Separability,
 from zero_jax.transforms.separable.weights import PartWeight, with_weight
 from zero_jax.transforms.windows import (
     LANES,
+    complex_sums_by_part,
     features_in_rows,
     heads_by_tiles,
     laid_out,

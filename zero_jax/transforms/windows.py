@@ -6,6 +6,9 @@ A convolution along the dim of the examples has a multiple of its kernel's gradi
 Both are given values that are whole along these dims. Of a convolution that `jax.vmap` maps over examples, kernels and
 all, each device computes its own examples (docs/xla_faults.md).
 
+XLA:TPU makes pairs of complex numbers, and gathers what devices have of a sum of pairs: as many copies as devices. Such
+sums, and those that the gradients of broadcasts are, are made of the real and of the imaginary parts.
+
 Attention's kernel on TPUs takes queries, keys and values head by head, `[B, N, T, H]`. A product makes features
 `[B, T, N * H]`. Of a reshape between the two XLA:TPU makes a transposition of all elements: the product writes the
 sequence along its lanes. In terms of tiles, 8 places by 128 features, heads are another order of the same tiles. So
@@ -23,13 +26,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
-from zero_jax.dims import FREE, Examples, State
+from zero_jax.dims import ELEMENTWISE, FREE, Examples, State
 from zero_jax.program.dataflow import Dependence
 from zero_jax.program.jaxprs import bind, bind_primitive, new_primitive, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
@@ -152,6 +156,40 @@ def _written_at_one_place(eqn: Any) -> set[int]:
     return {i for i in dims if shape[i] > 1}
 
 
+def complex_sums_by_part(loss_fn: Callable[..., Any]) -> LossProgram:
+    """Transforms `loss_fn(params, batch, ...)` so that TPUs all-reduce sums of complex numbers, as they do real ones.
+
+    The result computes the same values and has the same derivatives. Only sums and broadcasts of complex values change,
+    as of the spectrum of a filter that all examples are convolved with.
+    """
+    by_part = _ComplexSums()
+    return LossProgram.of(loss_fn).then(lambda traced: traced.rewritten(by_part.rewritten(traced.closed)))
+
+
+class _ComplexSums(Rewriting):
+    """Evaluates equations, sums and broadcasts of complex numbers by part."""
+
+    def changes(self, eqn: Any) -> bool:
+        return bool(self.summed(eqn))
+
+    def summed(self, eqn: Any) -> list[int]:
+        """Returns the complex operands that an equation sums, or whose gradients are sums: it broadcasts them."""
+        if eqn.primitive.name not in ELEMENTWISE | {"broadcast_in_dim", "reduce_sum"}:
+            return []
+        shape = eqn.outvars[0].aval.shape
+        avals = [(i, atom.aval) for i, atom in enumerate(eqn.invars) if atom.aval.shape not in ((), shape)]
+        return [i for i, aval in avals if jnp.issubdtype(aval.dtype, jnp.complexfloating)]
+
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        by_part = lambda fn, x: lax.complex(fn(lax.real(x)), fn(lax.imag(x)))  # noqa: E731
+        with source_context(eqn):
+            if eqn.primitive.name not in ELEMENTWISE:
+                return [by_part(lambda part: bind(eqn, [part, *values[1:]])[0], values[0])]
+            broadcast = functools.partial(jnp.broadcast_to, shape=eqn.outvars[0].aval.shape)
+            operands = {i: by_part(broadcast, values[i]) for i in self.summed(eqn)}
+            return bind(eqn, [operands.get(i, x) for i, x in enumerate(values)])
+
+
 _PLACES, LANES = 8, 128  # of a tile
 
 
@@ -201,16 +239,16 @@ def _split(x: jax.Array, *shape: int) -> jax.Array:
     """Returns heads `[..., T, N, H]` of features."""
     *before, places, num_heads, size = shape
     tiles = x.reshape(*before, places // _PLACES, _PLACES, num_heads, size)
-    by_head = jax.numpy.moveaxis(tiles, -2, -4).reshape(*before, num_heads, places, size)
+    by_head = jnp.moveaxis(tiles, -2, -4).reshape(*before, num_heads, places, size)
     # Where a norm in float32 begins with them, XLA:TPU else writes all heads in float32, and each reader reads that.
-    return jax.numpy.swapaxes(lax.optimization_barrier(by_head), -2, -3)
+    return jnp.swapaxes(lax.optimization_barrier(by_head), -2, -3)
 
 
 def _merged(x: jax.Array, *shape: int) -> jax.Array:
     """Returns features `[..., T, N * H]` of heads."""
     *before, places, num_heads, size = shape
-    tiles = jax.numpy.swapaxes(x, -2, -3).reshape(*before, num_heads, places // _PLACES, _PLACES, size)
-    return jax.numpy.moveaxis(tiles, -4, -2).reshape(*before, places, num_heads * size)
+    tiles = jnp.swapaxes(x, -2, -3).reshape(*before, num_heads, places // _PLACES, _PLACES, size)
+    return jnp.moveaxis(tiles, -4, -2).reshape(*before, places, num_heads * size)
 
 
 # The hardware where rows pay: 1% of a step on v5p and TPU7x, 3% to 8% on v6e. On v5e they cost up to 1%.
@@ -310,8 +348,11 @@ class _Rows(Rewriting):
 def laid_out(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -> jax.Array:
     """Returns a value laid out in an order of dims, each device its own part: XLA would gather what is constrained.
 
-    Dims that the sharding leaves open are whole.
+    Dims that the sharding leaves open are whole. What TPUs have no numbers for stays as it is.
     """
+    # XLA:TPU, which makes pairs of what is wider than 32 bits, takes no layout of it.
+    if x.dtype.itemsize > 4:
+        return x
     mesh, open_dim = sharding.mesh, PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(*(None if axes is open_dim else axes for axes in sharding.spec))
     rows = functools.partial(with_layout_constraint, layouts=Layout(order))

@@ -44,6 +44,7 @@ from zero_jax.transforms import (
     StagePlace,
     Stages,
     attention_report,
+    complex_sums_by_part,
     convolutions_as_products,
     features_in_rows,
     fuse_attention,
@@ -153,10 +154,10 @@ class StepLoss:
     def unsharded(self, program: LossProgram) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
-        Heads are made in the form that is cheapest on a TPU.
+        On TPUs complex numbers are summed by part, and heads are made in the form that is cheapest.
         """
         program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
-        return heads_by_tiles(program) if self.is_on_tpu else program
+        return heads_by_tiles(complex_sums_by_part(program)) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:
         """Returns the stages of a pipeline that layers are cut into.

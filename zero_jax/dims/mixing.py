@@ -29,7 +29,8 @@ State = int | str
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order", "zero_rows"})
 LOOPS = frozenset({"scan", "while"})
-_MIXING = frozenset({"dot_general", "gather", "scatter-add", "top_k"})  # what may mix examples and be sharded otherwise
+# What may mix examples and be sharded otherwise
+_MIXING = frozenset({"concatenate", "dot_general", "gather", "scatter-add", "top_k"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +164,11 @@ class Examples(Dataflow[State]):
             return MixedSharding(None, tuple(dim for _, dim in examples))
         if name in ("gather", "scatter-add"):
             return self.exchange(eqn, operands)
+        if name == "concatenate" and dims and {*operands} == {eqn.params["dimension"]}:
+            # Examples behind others, as answers that were chosen and rejected ones, are a batch of so many.
+            (dim,), (result,) = dims, eqn.outvars
+            is_even = bool(self.row_sizes) and result.aval.shape[dim] % self.num_shards == 0
+            return MixedSharding(dim) if is_even and len(operands) > 1 else None
         if name != "top_k" or not dims or dim_map(eqn).to(*examples) is not None:
             return None
         # XLA may give each device some of several rows. What is chosen stands for the examples that it is of.

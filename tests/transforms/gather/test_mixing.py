@@ -272,3 +272,40 @@ def test_a_graph_sends_each_layers_nodes_four_times(topology, stage):
     assert not [row for row in report.rows if row.kind == "all-reduce" and row.full_bytes > D * D]
     assert {finding.kind for finding in report.findings} == {"moved activations"}
     assert all("test_mixing.py" in finding.message for finding in report.findings)
+
+
+def compared(params, batch):
+    """Two answers behind one another in one pass; then their scores beside each other."""
+
+    @jax.checkpoint
+    def layer(x, params):
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x @ params["query"], x).astype("f4"))
+        x += scores.astype(x.dtype) @ x
+        return x + jnp.tanh(x @ params["up"]) @ params["down"], None
+
+    tokens = jnp.concatenate([batch, batch // 2])
+    x, _ = lax.scan(layer, params["table"][tokens], params["layers"])
+    logits = jax.nn.log_softmax((x @ params["head"]).astype("f4"))
+    both = jnp.take_along_axis(logits, tokens[..., None], -1).mean((1, 2))
+    return -jax.nn.log_sigmoid(both[: len(batch)] - both[len(batch) :]).mean()
+
+
+def compared_init(d=D, vocabulary=2048):
+    layers = {"query": normal(2, d, d), "up": normal(2, d, 4 * d), "down": normal(2, 4 * d, d)}
+    return {"table": normal(vocabulary, d), "head": normal(d, vocabulary), "layers": layers}
+
+
+def test_examples_behind_others_keep_values_and_gradients():
+    tokens = np.random.default_rng(0).integers(0, 64, (32, 8), dtype=np.int32)
+    check(compared, compared_init(16, 64), tokens, mesh=mesh_of("8"))
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+def test_examples_behind_others_are_a_batch():
+    """Where XLA chooses, devices send activations in all that follows."""
+    pytest.importorskip("libtpu")
+    batch, config = jax.ShapeDtypeStruct((32, 64), jnp.int32), zero.ZeroConfig(stage=3, precision="bf16")
+    init_fn = lambda _: jax.tree.map(jnp.asarray, compared_init())  # noqa: E731
+    plan = zero.plan(compared, init_fn, optax.sgd(0.1), batch=batch, topology="v5p:2x2x4", config=config, quick=True)
+    assert plan.traffic_ratio < 1.4

@@ -314,11 +314,13 @@ def test_a_param_that_is_gathered_more_often_than_others_is_named():
     assert "'w' is gathered 7 times in a step (8.2 KB each), others 2 times" in str(finding)
 
 
-def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
+@pytest.mark.parametrize(("stack", "cut"), [("8,16,64", "1,4,1"), ("2,4,16,64", "1,1,4,1")])
+def test_a_stack_that_is_gathered_by_layer_is_gathered_once(stack, cut):
+    """Or by each of several weights that a layer has in one array."""
     arguments = "".join(
-        f"  %{name} = f32[{shape}] parameter({i}), sharding={{devices=[{cut}]<=[4]}}, "
+        f"  %{name} = f32[{shape}] parameter({i}), sharding={{devices=[{shards}]<=[4]}}, "
         f"metadata={{op_name=\"state.params[\\'{name}\\']\"}}\n"
-        for i, (name, shape, cut) in enumerate([("x", "16,64", "4,1"), ("stack", "8,16,64", "1,4,1")], 2)
+        for i, (name, shape, shards) in enumerate([("x", "16,64", "4,1"), ("stack", stack, cut)], 2)
     )
     gathers = [
         GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/gather={name}/c")
@@ -327,7 +329,7 @@ def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
     ]
     text = program(HALF + "\n".join(gathers), arguments)
     assert not comms.measure(text, mesh=mesh_of_4()).findings
-    (finding,) = comms.measure(text.replace("8,16,64", "16,64"), mesh=mesh_of_4()).findings
+    (finding,) = comms.measure(text.replace(stack, "16,64"), mesh=mesh_of_4()).findings
     assert "'stack' is gathered 8 times" in str(finding)
 
 

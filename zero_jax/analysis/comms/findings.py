@@ -146,15 +146,14 @@ def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
-    """Returns how often a leaf is gathered; a stack of layers may be gathered one layer at a time."""
+    """Returns how often a leaf is gathered; a stack of layers may be gathered by layer, or by a weight of each."""
     # Of gathers in stages, the last results in the full leaf.
     row = max(rows, key=lambda row: row.full_bytes)
     count = sum(r.num_executions for r in rows if r.full_bytes == row.full_bytes)
-    layers = shape[0] if shape else 1
     gathered = row.full_bytes // _ITEM_BYTES.get(row.dtype, 1)
-    parts = math.prod(shape) / gathered if gathered else 1  # more than the layers, if the model's axes cut it too
-    by_layer = layers > 1 and parts % layers == 0 and count % layers == 0
-    return count / layers if by_layer else count
+    parts = math.prod(shape) / gathered if gathered else 1  # more than are gathered, if the model's axes cut it too
+    stacks = {math.prod(shape[:num_dims]) for num_dims in range(1, max(len(shape) - 1, 2))}
+    return count / max((n for n in stacks if parts % n == 0 and count % n == 0), default=1)
 
 
 def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:

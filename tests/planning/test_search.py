@@ -175,6 +175,17 @@ def test_the_next_plain_setting_is_the_control_where_the_compiler_refuses_the_fi
     assert got.best.stage == 3
 
 
+def test_the_next_plain_setting_is_one_that_fits_by_what_is_compiled():
+    def estimate(setting):
+        return Figures(bytes={1: 15e9, 2: 13e9, 4: 8e9}[setting.num_microbatches], seconds=setting.num_microbatches)
+
+    compiler = Compiler(lambda s: Figures(fits=(x := 1.5 * estimate(s).bytes) <= 16e9, bytes=x, seconds=1.0))
+    settings = settings_of(stage=(3,), replica=(1,))
+    run(settings, compiler=compiler, estimate=estimate, max_compiles=4, is_plain=is_plain)
+    # Of 2 microbatches the estimate is 13 GB, which by the first program, of 22.5 GB, are 19.5.
+    assert [x.num_microbatches for x in compiler.asked][:2] == [1, 4]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_compiled_setting_is_faster_than_the_best(seed):
     draw = random.Random(seed)

@@ -222,13 +222,13 @@ class Search:
         while waiting and len(compiled) < max_compiles:
             waiting = _corrected(waiting, compiled)
             is_last_try = len(compiled) == max_compiles - 1 and bool(compiled) and all(x.reason for x in compiled)
-            plains = [x for x in waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
-            plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             spare = 0.0
             if is_last_try:
                 spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes < math.inf for x in compiled) else 1.0
             limit = self.capacity_bytes * (1 - spare)
             likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
+            plains = [x for x in likely or waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
+            plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             likely = likely or [min(waiting, key=lambda entry: entry.bytes)]
             chosen = plain or min(likely, key=lambda entry: _novelty(entry, compiled))
             waiting.remove(chosen)

@@ -72,9 +72,7 @@ def test_the_memory_of_many_layers_on_few_devices_is_that_of_the_program():
     init = lambda key: jnp.zeros((64, 1024, 1024))  # noqa: E731
     loss = lambda params, batch: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0].mean()  # noqa: E731
     config, batch = dataclasses.replace(CONFIG, stage=3, remat="full"), jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16)
-    job = plans.make_job(
-        loss_fn=loss, init_fn=init, tx=optax.sgd(1e-3), batch=batch, topology=TOPOLOGY, config=config
-    )
+    job = plans.make_job(loss_fn=loss, init_fn=init, tx=optax.sgd(1e-3), batch=batch, topology=TOPOLOGY, config=config)
     found = estimates.Estimator(job, {"full": traces.Policy(loss_fn=loss, remat="full")})
     estimated = found.estimate(setting(3, remat="full")).bytes
     program = process.compile_plan(job, process.CompileOptions(quick=True))

@@ -18,8 +18,8 @@ _MOST_ENDS = 3
 # The last compile of a search in which nothing has fitted yet leaves this share of the memory to spare, and goes to the
 # smallest setting where it is not known what the others need.
 _LAST_SPARE = 0.15
-# A setting that differs from a compiled one in copies or microbatches alone, and by estimate in less than this, comes
-# after others that are at most so much slower: what it could save is nearly known.
+# A setting that differs from a compiled one in copies, microbatches or the loss alone, and by estimate in less than
+# this, comes after others that are at most so much slower: what it could save is nearly known.
 _NEARLY = 0.05
 
 
@@ -345,7 +345,7 @@ def _novelty(entry: Ranked, compiled: Iterable[Ranked]) -> tuple[float, ...]:
     """Returns what settings are ordered by to be compiled: their time, longer for what is nearly compiled already."""
 
     def is_near(other: Ranked) -> bool:
-        same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1}
+        same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1, "loss": ""}
         alike = {dataclasses.replace(x.setting, **same) for x in (entry, other)}
         seconds = [x.estimated.seconds for x in (entry, other) if x.estimated]
         return len(alike) == 1 and len(seconds) == 2 and max(seconds) <= (1 + _NEARLY) * min(seconds)

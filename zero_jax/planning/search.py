@@ -289,16 +289,15 @@ class Search:
         changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
         remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
         at_least = lambda size: f"at least {format_bytes(math.ceil(size / 1e8) * 1e8, decimals=1)}"  # noqa: E731
+        host_bytes, more = entry.figures.host_bytes, list[str]()
         if entry.bytes > self.capacity_bytes:
-            more = f"devices with {at_least(entry.bytes)} of usable memory"
-            lacks_host = entry.figures.host_bytes > self.host_capacity_bytes
-            more += f", and hosts with {at_least(entry.figures.host_bytes)} for each" if lacks_host else ""
-        else:
-            more = f"hosts with {at_least(entry.figures.host_bytes)} of memory for each device"
+            more.append(f"devices with {at_least(entry.bytes)} of usable memory")
+        if host_bytes > self.host_capacity_bytes:
+            more.append(f"hosts with {at_least(host_bytes)} of memory for each device")
         return Miss(
             setting=entry.setting,
             missing_bytes=self._missing(entry),
-            remedies=(*(remedy for remedy in remedies if remedy), more),
+            remedies=(*(remedy for remedy in remedies if remedy), ", and ".join(more)),
         )
 
 

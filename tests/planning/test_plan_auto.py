@@ -58,10 +58,13 @@ def test_state_bytes_are_those_of_the_state(stage, per_param):
 
 @pytest.mark.parametrize(
     ("stage", "num_microbatches", "num_whole", "cast"),
-    [(0, 1, 0, 0), (1, 1, 1, 0), (1, 2, 0, 0), (2, 1, 1, 0), (2, 2, 1, 0), (3, 1, 2, 2 / 4)],
+    [(0, 1, 0, 0), (1, 1, 1, 0), (1, 2, 0, 0), (2, 1, 1, 0), (2, 2, 1, 0), (3, 1, 2, 0), (3, 2, 2, 2 / 4)],
 )
 def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_whole, cast):
-    """At stages 1 and 2 a gradient until it is reduced, at stage 3 the param, too, and all shards that are cast."""
+    """At stages 1 and 2 a gradient until it is reduced, at stage 3 the param, too.
+
+    Of layers in a Python loop there are all shards that are cast beside those of gradients with microbatches alone.
+    """
     step = estimator().step(setting(stage, num_microbatches=num_microbatches))
     whole = step.other_bytes() - step.activation_bytes(step.traced) - cast * PSI
     assert whole == pytest.approx(num_whole * step.traced.param_bytes) and step.traced.param_bytes > 0

@@ -164,7 +164,8 @@ class StepEstimate:
             return self.model.temporaries(self.setting)
         traced = traced or self.traced
         how = {"are_sharded": "params" in self.groups, "scatters": self.grad_share < 1, "stays": self.staying_share}
-        return self.activation_bytes(traced) + traced.whole_bytes(**how) + self.cast_bytes
+        shards = traced.shard_bytes(casts=self.cast_bytes, grads=self.grad_bytes, num_microbatches=self.k)
+        return self.activation_bytes(traced) + traced.whole_bytes(**how) + shards - self.grad_bytes
 
     def activation_bytes(self, traced: LossTrace) -> float:
         """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""

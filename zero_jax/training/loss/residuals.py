@@ -78,8 +78,10 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     shardings = train_state_shardings(state, loss.placement)
     stored = zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
     state_bytes = sum(shard_bytes(x, place) for x, place in stored if place.memory_kind in _DEVICE)
-    taken = state_bytes + _cast_bytes(state.params, shardings.params, loss.placement.precision.compute)
-    taken += _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
+    cast_bytes = _cast_bytes(state.params, shardings.params, loss.placement.precision.compute)
+    shards = {"casts": cast_bytes, "grads": _grad_bytes(state, loss)}
+    taken = state_bytes + traced.shard_bytes(**shards, num_microbatches=loss.config.num_microbatches)
+    taken += gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:
         raise ValueError(

@@ -135,6 +135,13 @@ class LossTrace(Report):
             return scatters * max(layer, self.other_param_bytes)
         return max(layer, 2 * self.other_param_bytes, self.model_state_bytes)
 
+    def shard_bytes(self, *, casts: float, grads: float, num_microbatches: int) -> float:
+        """Returns the bytes of shards of cast params and of gradients that are alive at once, of those of each.
+
+        Loops, over layers or microbatches, have both of all layers; without, a gradient comes when its param goes.
+        """
+        return casts + grads if self.layer_param_bytes or num_microbatches > 1 else max(casts, grads)
+
     @property
     def model_bytes(self) -> float | None:
         """Bytes that one device sends in a step by all `moves`; None where they are not known."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -223,6 +224,32 @@ def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):
             assert [*second.iterdir()] == [] and (first / "file").exists()
         assert (first / "file").exists()
     assert [*tmp_path.iterdir()] == []
+
+
+KILLED = """
+import os, pathlib, sys
+from zero_jax.core.files.partial_folder import partial_folder
+with partial_folder(pathlib.Path(sys.argv[1])) as partial:
+    (partial / "model.safetensors").write_bytes(bytes(1000))
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_export_has_left_goes_with_the_next_one(run, number, is_there, tmp_path):
+    """It kept the disk full, and in a folder that was there already an export for the hub was refused for it."""
+    folder, _ = run
+    if is_there:
+        (tmp_path / "out").mkdir()
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out"), str(int(number))], timeout=60)
+    assert ended.returncode == -number and len([*tmp_path.rglob(".zero_jax-partial-out-*")]) == 1
+    (tmp_path / ".zero_jax-partial-out-mine").touch()  # not of this kind
+    if is_there:
+        save_tensors(tmp_path / "out", {"w": jnp.ones(3)}, {"w": TensorName("w")})
+    else:
+        export(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob(".*")] == [".zero_jax-partial-out-mine"]
 
 
 def test_params_that_are_one_array(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import numbers
 import operator
 import os
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.checkpoint.array_writes import ArrayWrites
-from zero_jax.checkpoint.finding import list_records, list_steps
+from zero_jax.checkpoint.finding import best_first, list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
@@ -295,9 +294,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             self._lock.take()
             # A link to a checkpoint elsewhere is the user's: it is neither deleted nor counted.
             records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
-            finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
-            # Of equal losses the newer.
-            best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
+            best = best_first(records)[: self._config.keep_best]
             # Where a run went back, as from a damaged checkpoint, those of later steps do not count for it.
             before, num = [record for record in records if record.step <= step], self._config.keep_last
             kept = {record.step for record in [*before[-num:], *records[-num:], *best]}

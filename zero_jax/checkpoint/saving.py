@@ -23,7 +23,7 @@ from zero_jax.checkpoint.finding import best_first, list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
-from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
+from zero_jax.core.agreement import Agreement, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
@@ -226,7 +226,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
         folder = self._folder.writing(step) / STATE
         try:
-            with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
+            with Agreement():
                 classes = opt_state_classes(state)
                 record = record_to_json(step=step, loss=loss, leaves=leaves, classes=classes, extra=extra or {})
                 if _is_primary():

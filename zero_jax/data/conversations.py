@@ -206,7 +206,7 @@ def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -
     """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
     hashes, lengths = np.array([hash_of(x.tobytes()) for x in tokens], np.uint64), np.array([len(x) for x in tokens])
     chosen = lowest_that_fit(hashes, lengths, int(fraction * int(lengths.sum())))
-    if not chosen.any() or (chosen.all() and fraction < 1):
+    if (not chosen.any() and fraction) or (chosen.all() and fraction < 1):
         raise ValueError(
             f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "
             f"{int(chosen.sum()):,} fit into the validation_fraction of {fraction}: give more, or another fraction"

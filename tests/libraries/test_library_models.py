@@ -248,8 +248,6 @@ HOLDERS = {
     "jit": lambda array: jax.jit(lambda x: jnp.sin(x * array)),
     "custom_vjp": lambda array: lambda x: scaled(x, array),
 }
-QUICK = ("partial", "closure", "object", "jit")
-HELD = [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, x in HOLDERS.items()]
 
 
 class EquinoxHolder(eqx.Module):
@@ -277,7 +275,7 @@ def equinox_holder(hold, key, array):
     return EquinoxHolder(eqx.nn.Linear(6, 4, key=key), hold(array), hold(array))
 
 
-@pytest.mark.parametrize("hold", HELD)
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_functions_of_a_model_may_hold_arrays(hold):
     loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
     equinox = lambda key: equinox_holder(hold, key, jnp.linspace(0.5, 2.0, 4))  # noqa: E731
@@ -293,7 +291,7 @@ def test_functions_of_a_model_may_hold_arrays(hold):
         assert_equal(metrics.loss, loss(model, BATCH))
 
 
-@pytest.mark.parametrize("hold", HELD)
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_a_function_that_holds_an_array_of_the_key_is_refused(hold):
     loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
     message = r"test_library_models\.py:\d+ .*holds an array that is made from the key.* make it a field"

@@ -418,9 +418,7 @@ def temporaries(**fields):
     return large_layers(**fields).compile().memory_analysis().temp_size_in_bytes / (256 * 256 * 4)
 
 
-@pytest.mark.parametrize(
-    "pipeline", ["gpipe", "1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("circular:2", "1f1b:2"))]
-)
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2", "1f1b:2"])
 def test_gradients_of_a_layer_are_no_scatter(pipeline):
     """As a scatter, XLA:TPU copies the sum of a layer, and reads it twice. Nor are the params of a group copied."""
     text = large_layers(pipe=2, num_microbatches=4, pipeline=pipeline, is_checkpointed=False).as_text()

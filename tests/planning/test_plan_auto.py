@@ -21,7 +21,7 @@ from zero_jax.cli.models import planned as activations
 from zero_jax.cli.models import presets
 from zero_jax.cli.options import explicit
 from zero_jax.models import gpt
-from zero_jax.planning import estimates, links, plans, ranking, traces
+from zero_jax.planning import estimates, links, plans, process, ranking, traces
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -57,13 +57,29 @@ def test_state_bytes_are_those_of_the_state(stage, per_param):
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_microbatches", "num_whole"), [(0, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]
+    ("stage", "num_microbatches", "num_whole", "cast"),
+    [(0, 1, 0, 0), (1, 1, 1, 0), (1, 2, 0, 0), (2, 1, 1, 0), (2, 2, 1, 0), (3, 1, 2, 0), (3, 2, 2, 2 / 4)],
 )
-def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_whole):
-    """At stages 1 and 2 a gradient is whole until it is reduced to a shard, as that of a head beside its logits."""
+def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_whole, cast):
+    """At stages 1 and 2 a gradient until it is reduced, at stage 3 the param, too.
+
+    Of layers in a Python loop there are all shards that are cast beside those of gradients with microbatches alone.
+    """
     step = estimator().step(setting(stage, num_microbatches=num_microbatches))
-    whole = step.other_bytes() - step.activation_bytes(step.traced)
-    assert whole == num_whole * step.traced.param_bytes and step.traced.param_bytes > 0
+    whole = step.other_bytes() - step.activation_bytes(step.traced) - cast * PSI
+    assert whole == pytest.approx(num_whole * step.traced.param_bytes) and step.traced.param_bytes > 0
+
+
+def test_the_memory_of_many_layers_on_few_devices_is_that_of_the_program():
+    """The shards of 64 layers, which a step casts at once, are 16 gathered layers."""
+    init = lambda key: jnp.zeros((64, 1024, 1024))  # noqa: E731
+    loss = lambda params, batch: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0].mean()  # noqa: E731
+    config, batch = dataclasses.replace(CONFIG, stage=3, remat="full"), jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16)
+    job = plans.make_job(loss_fn=loss, init_fn=init, tx=optax.sgd(1e-3), batch=batch, topology=TOPOLOGY, config=config)
+    found = estimates.Estimator(job, {"full": traces.Policy(loss_fn=loss, remat="full")})
+    estimated = found.estimate(setting(3, remat="full")).bytes
+    program = process.compile_plan(job, process.CompileOptions(quick=True))
+    assert program.needed_bytes == pytest.approx(estimated, rel=0.1)
 
 
 def test_state_bytes_without_master_params():

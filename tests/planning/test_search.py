@@ -175,6 +175,17 @@ def test_the_next_plain_setting_is_the_control_where_the_compiler_refuses_the_fi
     assert got.best.stage == 3
 
 
+def test_the_next_plain_setting_is_one_that_fits_by_what_is_compiled():
+    def estimate(setting):
+        return Figures(bytes={1: 15e9, 2: 13e9, 4: 8e9}[setting.num_microbatches], seconds=setting.num_microbatches)
+
+    compiler = Compiler(lambda s: Figures(fits=(x := 1.5 * estimate(s).bytes) <= 16e9, bytes=x, seconds=1.0))
+    settings = settings_of(stage=(3,), replica=(1,))
+    run(settings, compiler=compiler, estimate=estimate, max_compiles=4, is_plain=is_plain)
+    # Of 2 microbatches the estimate is 13 GB, which by the first program, of 22.5 GB, are 19.5.
+    assert [x.num_microbatches for x in compiler.asked][:2] == [1, 4]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_compiled_setting_is_faster_than_the_best(seed):
     draw = random.Random(seed)
@@ -268,17 +279,21 @@ def test_settings_that_keep_what_fits_stay_where_another_is_too_large():
     assert [x.remat for x in compiler.asked] == ["full", "auto"] and got.best == compiler.asked[1]
 
 
-def test_what_is_nearly_compiled_already_comes_later():
-    seconds = {("full", 1): 1.0, ("full", 2): 1.01, ("dots", 1): 1.03, ("none", 1): 1.2}
+@pytest.mark.parametrize("name", ["replica", "loss"])
+def test_what_is_nearly_compiled_already_comes_later(name):
+    first, other = {"replica": (1, 2), "loss": ("", "chunked")}[name]
+    seconds = {("full", first): 1.0, ("full", other): 1.01, ("dots", first): 1.03, ("none", first): 1.2}
 
     def estimate(setting):
-        return Figures(bytes=1e9, seconds=seconds.get((setting.remat, setting.replica), 9.0))
+        return Figures(bytes=1e9, seconds=seconds.get((setting.remat, getattr(setting, name)), 9.0))
 
     remats = ("full", "dots", "none")
-    settings = settings_of(num_devices=8, batch_size=(8,), stage=(3,), replica=(1, 2), remat=remats)
+    tried = {"replica": (1,), "remat": remats, name: (first, other)}
+    settings = settings_of(num_devices=8, batch_size=(8,), stage=(3,), **tried)
     compiler = Compiler(lambda s: Figures(fits=True, bytes=1e9, seconds=estimate(s).seconds))
     run(settings, compiler=compiler, estimate=estimate, max_compiles=3)
-    assert [(x.remat, x.replica) for x in compiler.asked] == [("full", 1), ("dots", 1), ("full", 2)]
+    asked = [(x.remat, getattr(x, name)) for x in compiler.asked]
+    assert asked == [("full", first), ("dots", first), ("full", other)]
 
 
 def test_a_crash_is_an_outcome():

@@ -132,14 +132,23 @@ class StepEstimate:
     def state_bytes(self) -> float:
         """Bytes of the train state."""
         optimizer = self.sizes.optimizer_bytes / (self.num_shards if "opt_state" in self.groups else 1)
-        # If params and master params are sharded alike, there is no low-precision copy.
-        are_masters = self.model.precision.has_master and "params" in self.groups and not self.setting.secondary
-        param_bytes = 0.0 if are_masters else self.sizes.param_bytes
+        param_bytes = 0.0 if self.are_masters else self.sizes.param_bytes
         model_state = self.sizes.by_group.get("model_state", 0.0) / self.num_param_shards
         window_bytes = 2 * self.model.offload.window_bytes if self.setting.offload else 0
         errors = self._canonical().sent_bytes[3] if self.setting.quantize else 0.0
         total = self.num_params * (optimizer + param_bytes / self.num_param_shards) + model_state + errors
         return total - self.host_bytes + window_bytes
+
+    @property
+    def are_masters(self) -> bool:
+        """Whether params are the master params, as both are sharded alike: no low-precision copy is stored."""
+        return self.model.precision.has_master and "params" in self.groups and not self.setting.secondary
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes of the shards of params that a step casts before its first layer and keeps to its last gradient."""
+        is_cast = self.are_masters and self.setting.offload != "all"
+        return is_cast * self.num_params * self.sizes.param_bytes / self.num_param_shards
 
     @property
     def host_bytes(self) -> float:
@@ -155,7 +164,8 @@ class StepEstimate:
             return self.model.temporaries(self.setting)
         traced = traced or self.traced
         how = {"are_sharded": "params" in self.groups, "scatters": self.grad_share < 1, "stays": self.staying_share}
-        return self.activation_bytes(traced) + traced.whole_bytes(**how)
+        shards = traced.shard_bytes(casts=self.cast_bytes, grads=self.grad_bytes, num_microbatches=self.k)
+        return self.activation_bytes(traced) + traced.whole_bytes(**how) + shards - self.grad_bytes
 
     def activation_bytes(self, traced: LossTrace) -> float:
         """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""

@@ -62,15 +62,13 @@ class Candidate(Report):
         axes = {"replica": self.replica, "data": self.data, "pipe": self.pipe, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
-        parts += [self.loss] if self.loss else []
-        parts += ["keep_gathered"] if self.keep_gathered else []
-        parts += ["secondary"] if self.secondary else []
-        parts += [f"attention={self.attention}"] if self.attention != "own" else []
-        parts += [] if self.overlap else ["no_overlap"]
-        parts += [f"offload={self.offload}"] if self.offload else []
-        parts += ["experts"] if self.experts else []
-        parts += ["quantize"] if self.quantize else []
-        parts += [self.pipeline] if self.pipe > 1 else []
+        others = {
+            self.loss: self.loss, "keep_gathered": self.keep_gathered, "secondary": self.secondary,
+            f"attention={self.attention}": self.attention != "own", "no_overlap": not self.overlap,
+            f"offload={self.offload}": self.offload, "experts": self.experts, "quantize": self.quantize,
+            self.pipeline: self.pipe > 1,
+        }  # fmt: skip
+        parts += [text for text, is_so in others.items() if is_so]
         return f"stage {self.stage} {' '.join(parts)}"
 
 

@@ -18,8 +18,8 @@ _MOST_ENDS = 3
 # The last compile of a search in which nothing has fitted yet leaves this share of the memory to spare, and goes to the
 # smallest setting where it is not known what the others need.
 _LAST_SPARE = 0.15
-# A setting that differs from a compiled one in copies or microbatches alone, and by estimate in less than this, comes
-# after others that are at most so much slower: what it could save is nearly known.
+# A setting that differs from a compiled one in copies, microbatches or the loss alone, and by estimate in less than
+# this, comes after others that are at most so much slower: what it could save is nearly known.
 _NEARLY = 0.05
 
 
@@ -222,13 +222,13 @@ class Search:
         while waiting and len(compiled) < max_compiles:
             waiting = _corrected(waiting, compiled)
             is_last_try = len(compiled) == max_compiles - 1 and bool(compiled) and all(x.reason for x in compiled)
-            plains = [x for x in waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
-            plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             spare = 0.0
             if is_last_try:
                 spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes < math.inf for x in compiled) else 1.0
             limit = self.capacity_bytes * (1 - spare)
             likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
+            plains = [x for x in likely or waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
+            plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             likely = likely or [min(waiting, key=lambda entry: entry.bytes)]
             chosen = plain or min(likely, key=lambda entry: _novelty(entry, compiled))
             waiting.remove(chosen)
@@ -289,16 +289,15 @@ class Search:
         changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
         remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
         at_least = lambda size: f"at least {format_bytes(math.ceil(size / 1e8) * 1e8, decimals=1)}"  # noqa: E731
+        host_bytes, more = entry.figures.host_bytes, list[str]()
         if entry.bytes > self.capacity_bytes:
-            more = f"devices with {at_least(entry.bytes)} of usable memory"
-            lacks_host = entry.figures.host_bytes > self.host_capacity_bytes
-            more += f", and hosts with {at_least(entry.figures.host_bytes)} for each" if lacks_host else ""
-        else:
-            more = f"hosts with {at_least(entry.figures.host_bytes)} of memory for each device"
+            more.append(f"devices with {at_least(entry.bytes)} of usable memory")
+        if host_bytes > self.host_capacity_bytes:
+            more.append(f"hosts with {at_least(host_bytes)} of memory for each device")
         return Miss(
             setting=entry.setting,
             missing_bytes=self._missing(entry),
-            remedies=(*(remedy for remedy in remedies if remedy), more),
+            remedies=(*(remedy for remedy in remedies if remedy), ", and ".join(more)),
         )
 
 
@@ -345,7 +344,7 @@ def _novelty(entry: Ranked, compiled: Iterable[Ranked]) -> tuple[float, ...]:
     """Returns what settings are ordered by to be compiled: their time, longer for what is nearly compiled already."""
 
     def is_near(other: Ranked) -> bool:
-        same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1}
+        same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1, "loss": ""}
         alike = {dataclasses.replace(x.setting, **same) for x in (entry, other)}
         seconds = [x.estimated.seconds for x in (entry, other) if x.estimated]
         return len(alike) == 1 and len(seconds) == 2 and max(seconds) <= (1 + _NEARLY) * min(seconds)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree, shard_bytes
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.precision import cast_floating
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.trace import share_staying, trace_step_loss
@@ -19,6 +22,7 @@ from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, cho
 
 # The share of the memory that is left free: near its limit the scheduler hides no collectives.
 MEMORY_ROOM = 0.05
+_DEVICE = (None, "device")  # memory kinds
 
 
 def chosen_values(loss: StepLoss, state: TrainState, batch: PyTree) -> ValueChoice | None:
@@ -71,9 +75,13 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     # But no experts that activations go to.
     stays, are_sharded = share_staying(loss.placement, traced.moves), "params" in loss.placement.groups
     gathered = traced.whole_bytes(are_sharded=are_sharded, scatters=_scatters(loss), stays=stays)
-    stored = zip(*map(jax.tree.leaves, (state, train_state_shardings(state, loss.placement))), strict=True)
-    state_bytes = sum(shard_bytes(x, place) for x, place in stored if place.memory_kind in (None, "device"))
-    taken = state_bytes + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
+    shardings = train_state_shardings(state, loss.placement)
+    stored = zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
+    state_bytes = sum(shard_bytes(x, place) for x, place in stored if place.memory_kind in _DEVICE)
+    cast_bytes = _cast_bytes(state.params, shardings.params, loss.placement.precision.compute)
+    shards = {"casts": cast_bytes, "grads": _grad_bytes(state, loss)}
+    taken = state_bytes + traced.shard_bytes(**shards, num_microbatches=loss.config.num_microbatches)
+    taken += gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:
         raise ValueError(
@@ -82,6 +90,13 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
             "devices; or give a budget, as remat='auto:1'"
         )
     return int((usable - taken) / 1e6) / 1e3
+
+
+def _cast_bytes(params: PyTree, shardings: PyTree, dtype: Any) -> float:
+    """Returns the bytes of the shards of params cast before the first layer, and kept until the last gradient."""
+    casts = jax.eval_shape(functools.partial(cast_floating, dtype=dtype), params)
+    leaves = zip(*map(jax.tree.leaves, (params, casts, shardings)), strict=True)
+    return sum(shard_bytes(y, place) for x, y, place in leaves if y.dtype != x.dtype and place.memory_kind in _DEVICE)
 
 
 def _scatters(loss: StepLoss) -> bool:

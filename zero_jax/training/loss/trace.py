@@ -125,13 +125,22 @@ class LossTrace(Report):
     def whole_bytes(self, *, are_sharded: bool, scatters: bool, stays: float = 0.0) -> float:
         """Returns the bytes of params and gradients that are whole on a device at once beside what it stores.
 
-        Beside sharded params that are gathered are those of the next layer, or their gradients; model state has none.
-        Of params that are stored whole it is the gradient, before it is reduced to a shard (`scatters`). A share of a
-        layer's params may not move: experts.
+        A layer's params are gathered, and each gradient of them is reduced to a shard as soon as it is made; the
+        largest other param, such as the table of the logits, is beside its gradient; model state has none. Of params
+        that are stored whole it is the gradient, before it is reduced (`scatters`). A share of a layer's params may not
+        move: experts.
         """
-        num_whole = 2 if are_sharded else int(scatters)
-        params = num_whole * max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
-        return max(params, self.model_state_bytes) if are_sharded else params
+        layer = (1 - stays) * self.layer_param_bytes
+        if not are_sharded:
+            return scatters * max(layer, self.other_param_bytes)
+        return max(layer, 2 * self.other_param_bytes, self.model_state_bytes)
+
+    def shard_bytes(self, *, casts: float, grads: float, num_microbatches: int) -> float:
+        """Returns the bytes of shards of cast params and of gradients that are alive at once, of those of each.
+
+        Loops, over layers or microbatches, have both of all layers; without, a gradient comes when its param goes.
+        """
+        return casts + grads if self.layer_param_bytes or num_microbatches > 1 else max(casts, grads)
 
     @property
     def model_bytes(self) -> float | None:

@@ -212,7 +212,7 @@ class Blocks:
 
 
 def blocks_of(
-    format: str | None, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
+    format: str, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
 ) -> Blocks | None:
     """Returns the blocks of a leaf's shards, along one of its last two dims if they are there; None if there are none.
 
@@ -221,8 +221,6 @@ def blocks_of(
     Raises:
       ValueError: a block size that divides no dim of the shard.
     """
-    if format is None:
-        return None
     local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
     step = _CODES[format].per_byte
     sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}  # by the dim
@@ -249,7 +247,8 @@ def blocks_of_leaf(
     """
     if quantize is None or _not_sent(leaf, mesh):
         return None
-    format = quantize.format_of(what, leaf.path)
+    if (format := quantize.format_of(what, leaf.path)) is None:
+        return None
     return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
 
 

@@ -23,6 +23,7 @@ from jax import Array, Shard
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.device_put import is_global
 from zero_jax.core.files.partial_folder import hidden_path, partial_folder, publish
 from zero_jax.core.files.safetensors import MODEL_FILE, StoredTensor, Tensor, create_files
 from zero_jax.core.files.system_errors import with_remedy
@@ -192,7 +193,7 @@ def export_hf(
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
     """Writes arrays on the devices of any number of processes, which all call it."""
     # What each process has by itself, such as arrays on the host, the first one writes.
-    divided = {path: x for path, x in leaves.items() if isinstance(x, jax.Array) and not x.is_fully_addressable}
+    divided = {path: x for path, x in leaves.items() if is_global(x)}
     pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items() if path not in divided}
     if jax.process_count() == 1:
         return write_folder(folder, leaves, pieces)

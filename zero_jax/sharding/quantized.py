@@ -131,6 +131,7 @@ class Codes:
     """The codes of a format, as they are sent: of `x / scale`, float32 numbers from `-largest` to `largest`."""
 
     largest: float
+    error: float  # what coding explains of a relative difference between steps
     dtype: Any  # of bytes: XLA may widen a float8
     per_byte: int = 1
     to_bytes: Callable[[jax.Array, int], jax.Array]  # of such numbers `[..., block, ...]`, with the dim of the block
@@ -151,18 +152,20 @@ def _int4_numbers(codes: jax.Array, dim: int) -> jax.Array:
 _CODES: Mapping[str, Codes] = {
     "int8": Codes(
         largest=127.0,
+        error=5e-2,
         dtype=jnp.int8,
         to_bytes=lambda unit, _: jnp.round(unit).astype(jnp.int8),
         from_bytes=lambda codes, _: codes.astype(jnp.float32),
     ),
     "fp8": Codes(
         largest=448.0,
+        error=1e-1,
         dtype=jnp.int8,
         to_bytes=lambda unit, _: lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8),
         from_bytes=lambda codes, _: lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32),
     ),
     # -8 is left out: codes are symmetric.
-    "int4": Codes(largest=7.0, dtype=jnp.uint8, per_byte=2, to_bytes=_int4_bytes, from_bytes=_int4_numbers),
+    "int4": Codes(largest=7.0, error=5e-1, dtype=jnp.uint8, per_byte=2, to_bytes=_int4_bytes, from_bytes=_int4_numbers),
 }
 
 
@@ -209,6 +212,11 @@ class Blocks:
         return lax.optimization_barrier(
             x.reshape(*x.shape[:place], x.shape[place] // size, size, *x.shape[place + 1 :])
         )
+
+
+def error_of(format: str) -> float:
+    """Returns what a format explains of a relative difference between a step that sends it and one that does not."""
+    return _CODES[format].error
 
 
 def blocks_of(

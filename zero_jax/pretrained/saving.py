@@ -32,7 +32,8 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import RECORDS, DecoderConfig
-from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
+from zero_jax.models.hub_families import tensor_names
+from zero_jax.models.huggingface import decoder_config, hf_config
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained

@@ -16,7 +16,7 @@ STEP = {"int8": 0.5 / 127 * 1.01, "fp8": 2.0**-4, "int4": 0.5 / 7 * 1.01}
 
 
 def test_every_format_has_codes():
-    assert {*get_args(GatherFormat), *get_args(GradFormat)} == {*quantized._CODES} == {*STEP}
+    assert {*get_args(GatherFormat), *get_args(GradFormat)} == {*quantized.CODES} == {*STEP}
 
 
 @pytest.mark.parametrize("format", STEP)

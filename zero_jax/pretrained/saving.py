@@ -187,8 +187,7 @@ def export_hf(
     factors = sorted(x for x in saved.leaves if x not in folder.names and x.rpartition("/")[0] in folder.names)
     if factors:
         raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
-    pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
-    return write_folder(folder, saved.leaves, pieces)
+    return write_folder(folder, saved.leaves, {name: lambda name=name: saved.pieces(name) for name in saved.leaves})
 
 
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:

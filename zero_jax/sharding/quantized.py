@@ -24,7 +24,7 @@ from zero_jax.sharding.mesh import Axes, are_names, axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
 
-# What a new format is added to; its codes are an entry of `_CODES`.
+# What a new format is added to; its codes are an entry of `CODES`.
 GatherFormat = Literal["int8", "fp8"]
 GradFormat = Literal["int8", "int4"]
 SCALE_DTYPE = jnp.bfloat16
@@ -149,7 +149,7 @@ def _int4_numbers(codes: jax.Array, dim: int) -> jax.Array:
     return (signed >> 4).astype(jnp.float32)
 
 
-_CODES: Mapping[str, Codes] = {
+CODES: Mapping[str, Codes] = {
     "int8": Codes(
         largest=127.0,
         error=5e-2,
@@ -173,14 +173,14 @@ _CODES: Mapping[str, Codes] = {
 class Blocks:
     """How an array becomes codes and scales, and those the array again: the `coding` of a `Chain`."""
 
-    format: str  # a key of `_CODES`
+    format: str  # a key of `CODES`
     dim: int  # the dim that blocks are along, from the end: -1 is the last
     size: int  # the elements of a block
 
     @property
     def parts(self) -> tuple[tuple[Any, float], ...]:
         """The dtypes of codes and of scales, each with how many there are for an element."""
-        codes = _CODES[self.format]
+        codes = CODES[self.format]
         return (codes.dtype, 1 / codes.per_byte), (SCALE_DTYPE, 1 / self.size)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +188,7 @@ class Blocks:
 
         A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
         """
-        place, codes = x.ndim + self.dim, _CODES[self.format]
+        place, codes = x.ndim + self.dim, CODES[self.format]
         blocks = self._split(x, place, self.size).astype(jnp.float32)  # [..., blocks, size, ...] for the dim
         scales = (largest_size(blocks, place + 1) / codes.largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
@@ -200,7 +200,7 @@ class Blocks:
 
     def decode(self, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
         """Returns the array of codes and scales."""
-        (sent, scales), codes = parts, _CODES[self.format]
+        (sent, scales), codes = parts, CODES[self.format]
         place = sent.ndim + self.dim
         unit = codes.from_bytes(self._split(sent, place, self.size // codes.per_byte), place + 1)
         x = unit * jnp.expand_dims(scales.astype(jnp.float32), place + 1)
@@ -214,11 +214,6 @@ class Blocks:
         )
 
 
-def error_of(format: str) -> float:
-    """Returns what a format explains of a relative difference between a step that sends it and one that does not."""
-    return _CODES[format].error
-
-
 def blocks_of(
     format: str, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
 ) -> Blocks | None:
@@ -230,7 +225,7 @@ def blocks_of(
       ValueError: a block size that divides no dim of the shard.
     """
     local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
-    step = _CODES[format].per_byte
+    step = CODES[format].per_byte
     sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}  # by the dim
     # Blocks along the second to last dim leave the lanes of an accelerator as they are.
     best = max(sizes, key=lambda dim: (sizes[dim] > 0 and dim >= -2, sizes[dim], dim == -2, dim), default=0)

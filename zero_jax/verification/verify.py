@@ -18,7 +18,7 @@ from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, shard_bytes
 from zero_jax.interpreter import NotInterpretable
 from zero_jax.planning import Job, call_for, split_settings
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.sharding.quantized import error_of
+from zero_jax.sharding.quantized import CODES
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, key_parameter, make_train_step
 from zero_jax.verification.execution import Execution, Sharded, host_array
 from zero_jax.verification.reference import Reference, Updated
@@ -265,7 +265,7 @@ def _tolerance(config: ZeroConfig, params: PyTree) -> float:
     tolerances = [_TOLERANCES.get(str(dtype)) or 4 * float(jnp.finfo(dtype).eps) for dtype in dtypes]
     for formats in () if quantize is None else (quantize.gathers, quantize.grads):
         names = formats.values() if isinstance(formats, Mapping) else [formats]
-        tolerances += [error_of(name) for name in names if name]
+        tolerances += [CODES[name].error for name in names if name]
     return max([_TOLERANCES["float32"], *tolerances])
 
 

@@ -45,7 +45,6 @@ from zero_jax.sharding.mesh import make_mesh as make_mesh
 from zero_jax.sharding.precision import LossScaleConfig as LossScaleConfig
 from zero_jax.sharding.precision import Precision as Precision
 from zero_jax.sharding.quantized import Quantize as Quantize
-from zero_jax.sharding.rules import ShardingReport as ShardingReport
 from zero_jax.trainer import TrainConfig as TrainConfig
 from zero_jax.trainer import Trainer as Trainer
 from zero_jax.trainer import TrainResult as TrainResult
@@ -53,6 +52,7 @@ from zero_jax.training import MeshLoss as MeshLoss
 from zero_jax.training import Metrics as Metrics
 from zero_jax.training import NoiseScale as NoiseScale
 from zero_jax.training import Offload as Offload
+from zero_jax.training import ShardingReport as ShardingReport
 from zero_jax.training import TrainState as TrainState
 from zero_jax.training import TrainStep as TrainStep
 from zero_jax.training import ZeroConfig as ZeroConfig

@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 
 import zero_jax as zero
 from zero_jax.cli.models import presets
-from zero_jax.models import decoder, experts, huggingface
+from zero_jax.models import decoder, experts, hub_families, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
 from zero_jax.models.experts import SigmoidRouting
 from zero_jax.models.latent_attention import LatentAttention
@@ -36,7 +36,7 @@ def params_of(hf_config):
     """Returns config and params of a decoder with the tensors that transformers was given."""
     config = huggingface.decoder_config(hf_config)
     params = {}
-    for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
+    for path, name in hub_families.tensor_names(config, model_type=hf_config["model_type"]).items():
         shape = config.shapes[path]
         of_tensor = tensor_shape(path, shape, name)
         tensors = {i: transformers_logits.tensor(name.of(i), of_tensor).view(Held) for i in indices(shape, name)}

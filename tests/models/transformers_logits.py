@@ -165,12 +165,12 @@ def _answer_and_model(config: dict[str, Any]) -> tuple[np.ndarray, Any]:
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
-    from zero_jax.models import huggingface
+    from zero_jax.models import hub_families, huggingface
     from zero_jax.pretrained.mapping import tensor_shape
 
     shape = huggingface.decoder_config(config)
     tensors = {}
-    for path, name in huggingface.tensor_names(shape, model_type=config["model_type"]).items():
+    for path, name in hub_families.tensor_names(shape, model_type=config["model_type"]).items():
         leaf = shape.shapes[path]
         for index in np.ndindex(*leaf[: name.num_indices]):
             key = name.of(index)

@@ -9,7 +9,7 @@ import numpy as np
 import safetensors.flax
 
 from zero_jax.core.tree import leaf_names
-from zero_jax.models import huggingface
+from zero_jax.models import hub_families, huggingface
 from zero_jax.pretrained.mapping import tensor_shape
 
 SIZES = {
@@ -61,7 +61,7 @@ def tensors_of(hf_config, dtype="float32"):
     """Returns the tensors of a model by their names."""
     config = huggingface.decoder_config(hf_config)
     tensors = {}
-    for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
+    for path, name in hub_families.tensor_names(config, model_type=hf_config["model_type"]).items():
         shape = config.shapes[path]
         for index in np.ndindex(*shape[: name.num_indices]):
             key = name.of(index)
@@ -104,7 +104,7 @@ def assert_same_bits(actual, expected):
 def assert_params(params, tensors, hf_config):
     """Asserts that params have the values of the tensors."""
     config = huggingface.decoder_config(hf_config)
-    names = huggingface.tensor_names(config, model_type=hf_config["model_type"])
+    names = hub_families.tensor_names(config, model_type=hf_config["model_type"])
     flat = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     assert flat.keys() == names.keys()
     for path, name in names.items():

@@ -34,11 +34,11 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def base_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the tensors of a base by name."""
-    from zero_jax.models import huggingface
+    from zero_jax.models import hub_families, huggingface
 
     shape = huggingface.decoder_config(config)
     tensors = {}
-    for path, name in huggingface.tensor_names(shape, model_type=config["model_type"]).items():
+    for path, name in hub_families.tensor_names(shape, model_type=config["model_type"]).items():
         leaf = shape.shapes[path]
         for index in np.ndindex(*leaf[: name.num_indices]):
             values = leaf[name.num_indices :]

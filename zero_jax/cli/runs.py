@@ -31,7 +31,8 @@ from zero_jax.core.tree import PyTree, key_shape, leaf_names, leaves_by_name
 from zero_jax.core.variables import Variables
 from zero_jax.data import DataConfig, is_token_folder, load_tokenizer, token_folder_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import hf_config, tensor_names
+from zero_jax.models.hub_families import tensor_names
+from zero_jax.models.huggingface import hf_config
 from zero_jax.pretrained import TensorName, export_hf, open_hf, run_companions, save_tensors
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision

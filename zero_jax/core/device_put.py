@@ -125,6 +125,11 @@ def warn_of_few_threads(mesh: Any) -> None:
         )
 
 
+def is_global(x: Any) -> bool:
+    """Tells whether an array has shards in other processes; traced ones do not know it."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
 def to_device(x: Any, *, after: Any = None) -> Any:
     """Returns a traced value in device memory; one that is on the host is fetched after another value is there."""
     if not is_on_host(jax.typeof(x)):

@@ -14,14 +14,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.experts import Experts, run_all, run_dispatched, sigmoid_routes, softmax_routes
-from zero_jax.models.layers import causal_attention, layer_norm, leave, rms_norm, rotate
-from zero_jax.models.rope import rope_frequencies
+from zero_jax.models.layers import (
+    ACTIVATIONS,
+    capped,
+    causal_attention,
+    layer_norm,
+    leave,
+    mean_loss,
+    rms_norm,
+    rotate,
+    whole_logits,
+)
+from zero_jax.models.rope import places, rope_frequencies
 from zero_jax.models.sampling import generate_tokens
 
 Params = dict[str, Any]
@@ -48,11 +57,6 @@ class Hooks(NamedTuple):
     attend: Attend = causal_attention
 
 
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-}
 # As Megatron-LM: what reads the residual stream is sharded by columns and what writes to it by rows, so that attention
 # and MLP have one all-reduce each.
 _INTO_STREAM = ("out", "down", "shared_down")
@@ -191,16 +195,6 @@ def _total(losses: Sequence[Losses]) -> Losses:
     return jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *losses)
 
 
-def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
-    """Returns the places of tokens: a slice, or `[B, T]`, from 0 in each segment."""
-    if segments_BT is None:
-        return slice(tokens_BT.shape[1])
-    places_T = jnp.arange(tokens_BT.shape[1])
-    # What is put before differs from the first token, which so begins a segment.
-    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-    return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
-
-
 def apply_block(
     config: DecoderConfig, x_BTD: Array, params: Params, hooks: Hooks, window: bool = False
 ) -> tuple[Array, Losses]:
@@ -233,7 +227,7 @@ def _projected(y: Array, params: Params, name: str) -> Array:
 
 
 def _mlp(config: DecoderConfig, y_BTD: Array, params: Params) -> Array:
-    hidden_BTF = _ACTIVATIONS[config.activation](_projected(y_BTD, params, "gate" if config.gated_mlp else "up"))
+    hidden_BTF = ACTIVATIONS[config.activation](_projected(y_BTD, params, "gate" if config.gated_mlp else "up"))
     if config.gated_mlp:
         hidden_BTF *= _projected(y_BTD, params, "up")
     return _projected(hidden_BTF, params, "down")
@@ -298,7 +292,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
         # In float32, as transformers does: scores that round to one another would choose other experts.
         logits_BTE = jnp.einsum("BTD,DE->BTE", y_BTD, params["router"], preferred_element_type=jnp.float32)
         routes = sigmoid_routes(logits_BTE, params["router_bias"], k, routing, normalize=normalize)
-    activate = _ACTIVATIONS[config.activation]
+    activate = ACTIVATIONS[config.activation]
     experts = Experts(params["gate"], params["up"], params["down"], activate)
     if config.expert_capacity is None:
         out_BTD = run_all(y_BTD, routes, experts)
@@ -315,7 +309,7 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
 def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at each position, in the params' dtype."""
     logits_BTV = hidden(config, params, tokens_BT, Hooks(segments_BT))[0] @ _head(config, params)
-    return _capped(logits_BTV, config.logits_soft_cap)
+    return capped(logits_BTV, config.logits_soft_cap)
 
 
 def generate(config: DecoderConfig, params: Params, prompt_T: Array, key: Array, **settings: Any) -> Array:
@@ -326,17 +320,6 @@ def generate(config: DecoderConfig, params: Params, prompt_T: Array, key: Array,
 
 def _head(config: DecoderConfig, params: Params) -> Array:
     return params["embed"].T if config.tie_embedding else params["head"]
-
-
-def _capped(logits: Array, soft_cap: float | None) -> Array:
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-
-
-def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array, *, soft_cap: float | None = None) -> Array:
-    """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
-    # In float32: the 8 bits of bfloat16 would round losses to steps of about a hundredth.
-    logits_BTV = _capped((hidden_BTD @ head_DV).astype(jnp.float32), soft_cap)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 
 
 def loss_fn(
@@ -378,16 +361,6 @@ def loss_fn(
         return mean, aux
 
     return loss
-
-
-def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array, dict[str, Array]]:
-    """Returns the (weighted) mean of losses in nats, and the same in bits as `aux`."""
-    if weights_BT is None:
-        loss = losses_BT.mean()
-    else:
-        # An empty batch has no weight; its loss is nothing.
-        loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
-    return loss, {"bits_per_token": loss / jnp.log(2.0)}
 
 
 def _extra_losses(

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face hub as decoders: `config.json` both ways, and the name of every param."""
+"""The `config.json` of the Hugging Face hub as the config of a decoder, and back."""
 
 import dataclasses
 import difflib
@@ -10,7 +10,6 @@ from zero_jax.models.experts import SigmoidRouting
 from zero_jax.models.fields import short
 from zero_jax.models.hub_families import DEFAULTS, FAMILIES, MUST_BE, SETTINGS, SIZES, Family
 from zero_jax.models.rope import RopeScaling
-from zero_jax.models.tensor_name import TensorName
 
 MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
@@ -395,52 +394,3 @@ def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None
             f"no family of the hub has these settings: the nearest, {settings['model_type']}, is without "
             f"{', '.join(differ)}: export as plain safetensors instead"
         )
-
-
-def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorName]:
-    """Returns the name of the tensor (or tensors, one a layer and expert) of every param, by the param's path."""
-    family = FAMILIES[model_type]
-    rest, parts = {**family.tensors, **_own_tensors(config, model_type)}, _parts(config, family.fused)
-    names = {}
-    for path, shape in config.shapes.items():
-        stack, _, name = path.rpartition("/")
-        of_stack = rest | dict(family.experts) if stack != "dense_blocks" and config.num_experts else rest
-        templates = {name: family.layer + each for name, each in of_stack.items()} if stack else family.others
-        weight = name.removesuffix("_bias")
-        template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
-        # A matrix of a stack is `[layers, in, out]`, of experts `[layers, experts, in, out]`.
-        is_matrix = bool(stack) and len(shape) > 2
-        is_transposed = name == "head" or (is_matrix and family.are_transposed)
-        # The hub counts the layers of all stacks in one row, those on top last.
-        first = {"blocks": config.num_dense_layers, "extra_blocks": config.num_layers}.get(stack, 0)
-        names[path] = TensorName(template, is_transposed, part=parts.get(weight) if stack else None, first=first)
-    return names
-
-
-def _own_tensors(config: DecoderConfig, model_type: str) -> dict[str, str]:
-    """Returns the names of Falcon's norms, which depend on their number, and of DeepSeek's queries."""
-    if model_type == "deepseek_v3" and config.latent is not None and config.latent.query_rank is not None:
-        return {"query": "self_attn.q_b_proj.weight"}
-    if model_type != "falcon":
-        return {}
-    if config.parallel and not config.shared_norm:
-        return {"attention_norm": "ln_attn.weight", "mlp_norm": "ln_mlp.weight"}
-    return {"attention_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
-
-
-def _parts(config: DecoderConfig, fused: str | None) -> dict[str, tuple[int, int, int]]:
-    """Returns which features of a tensor that query, key and value share are whose, as `TensorName.part`."""
-    latent = config.latent
-    if latent is not None:
-        keys, narrow = config.head_dim - latent.rotary_dim, latent.key_rank
-        both, vector = keys + latent.value_dim, narrow + latent.rotary_dim
-        # One tensor has keys and values head by head, another the latent vector and the keys that are turned.
-        parts = {"key": (0, keys, both), "value": (keys, both, both)}
-        return parts | {"latent": (0, narrow, vector), "key_turned": (narrow, vector, vector)}
-    if fused is None:
-        return {}
-    num_groups = config.num_kv_heads if fused == "groups" else 1
-    queries = config.num_heads // num_groups * config.head_dim
-    keys = config.num_kv_heads // num_groups * config.head_dim
-    ends = {"query": (0, queries), "key": (queries, queries + keys), "value": (queries + keys, queries + 2 * keys)}
-    return {name: (*each, queries + 2 * keys) for name, each in ends.items()}

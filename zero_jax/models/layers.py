@@ -1,4 +1,4 @@
-"""Layers without params of their own: normalization, causal self-attention and rotary positions.
+"""Layers without params of their own: normalization, causal self-attention, rotary positions and losses of tokens.
 
 Names end in the letters of their dims: `B` batch, `T` and `S` tokens, `H` heads (of queries), `G` heads of keys and
 values, `R` heads of queries that share one of those, `K` head.
@@ -8,7 +8,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 def leave(x: Array, kind: str) -> Array:
@@ -106,3 +113,25 @@ def rotate(
     turned_BTHK = turned_BTHK.astype(jnp.float32) * cos_T1K + swapped_BTHK.astype(jnp.float32) * sin_T1K
     turned_BTHK = turned_BTHK.astype(x_BTHK.dtype)
     return turned_BTHK if 2 * half == head_dim else jnp.concatenate([turned_BTHK, x_BTHK[..., 2 * half :]], axis=-1)
+
+
+def capped(logits: Array, soft_cap: float | None) -> Array:
+    """Returns logits that are bent to stay below a soft cap."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array, *, soft_cap: float | None = None) -> Array:
+    """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
+    # In float32: the 8 bits of bfloat16 would round losses to steps of about a hundredth.
+    logits_BTV = capped((hidden_BTD @ head_DV).astype(jnp.float32), soft_cap)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+
+
+def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    """Returns the (weighted) mean of losses in nats, and the same in bits as `aux`."""
+    if weights_BT is None:
+        loss = losses_BT.mean()
+    else:
+        # An empty batch has no weight; its loss is nothing.
+        loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
+    return loss, {"bits_per_token": loss / jnp.log(2.0)}

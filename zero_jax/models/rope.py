@@ -1,8 +1,9 @@
-"""Rotary positions: the frequencies of a head's pairs of features, as they are or stretched for longer contexts."""
+"""Places of tokens, and rotary positions: the frequencies of a head's pairs of features, as they are or stretched."""
 
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -101,3 +102,13 @@ def _yarn_share(theta: float, num_features: int, scaling: RopeScaling) -> Array:
     # As transformers does: a width of 0 would be NaN.
     width = last - first or 0.001
     return 1 - jnp.clip((jnp.arange(num_features // 2) - first) / width, 0, 1)
+
+
+def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
+    """Returns the places of tokens: a slice, or `[B, T]`, from 0 in each segment."""
+    if segments_BT is None:
+        return slice(tokens_BT.shape[1])
+    places_T = jnp.arange(tokens_BT.shape[1])
+    # What is put before differs from the first token, which so begins a segment.
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)

@@ -29,7 +29,8 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import hf_config, tensor_names
+from zero_jax.models.hub_families import tensor_names
+from zero_jax.models.huggingface import hf_config
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.loading import HFModel, Pretrained, warn_of_nonfinite
 from zero_jax.pretrained.mapping import match

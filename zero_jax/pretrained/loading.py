@@ -24,7 +24,8 @@ from zero_jax.core.tree import PyTree, key_shape, leaves_by_name
 from zero_jax.data import Tokenizer, load_tokenizer
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import decoder_config, tensor_names
+from zero_jax.models.hub_families import tensor_names
+from zero_jax.models.huggingface import decoder_config
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import TOKENIZER, read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match

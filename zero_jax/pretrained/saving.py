@@ -22,6 +22,7 @@ from jax import Array, Shard
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.device_put import is_global
 from zero_jax.core.files.partial_folder import hidden_folder, partial_folder, publish, remove_abandoned
 from zero_jax.core.files.safetensors import MODEL_FILE, StoredTensor, Tensor, create_files
 from zero_jax.core.files.system_errors import with_remedy
@@ -30,7 +31,8 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import RECORDS, DecoderConfig
-from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
+from zero_jax.models.hub_families import tensor_names
+from zero_jax.models.huggingface import decoder_config, hf_config
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained
@@ -184,14 +186,13 @@ def export_hf(
     factors = sorted(x for x in saved.leaves if x not in folder.names and x.rpartition("/")[0] in folder.names)
     if factors:
         raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
-    pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
-    return write_folder(folder, saved.leaves, pieces)
+    return write_folder(folder, saved.leaves, {name: lambda name=name: saved.pieces(name) for name in saved.leaves})
 
 
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
     """Writes arrays on the devices of any number of processes, which all call it."""
     # What each process has by itself, such as arrays on the host, the first one writes.
-    divided = {path: x for path, x in leaves.items() if isinstance(x, jax.Array) and not x.is_fully_addressable}
+    divided = {path: x for path, x in leaves.items() if is_global(x)}
     pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items() if path not in divided}
     if jax.process_count() == 1:
         return write_folder(folder, leaves, pieces)

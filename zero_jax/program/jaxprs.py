@@ -191,10 +191,16 @@ def source_line(eqn: Any) -> str:
 
     JAX traces the body of some equations with no line of the user's in sight: a scan's that is a `jax.checkpoint`, say.
     """
-    if line := source_info_util.summarize(eqn.source_info):
+    if line := _line_of(eqn.source_info.traceback):
         return line
     within = (inner_eqn for inner in inner_jaxprs(eqn) for inner_eqn in open_jaxpr(inner)[0].eqns)
     return next(filter(None, map(source_line, within)), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_of(traceback: Any) -> str:
+    """Returns the line of a traceback; those of equal layers are equal, and passes ask for that of each equation."""
+    return source_info_util.summarize(source_info_util.new_source_info().replace(traceback=traceback))
 
 
 def line_within(eqn: Any) -> str:

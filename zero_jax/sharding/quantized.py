@@ -24,7 +24,7 @@ from zero_jax.sharding.mesh import Axes, are_names, axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
 
-# What a new format is added to; its codes are an entry of `_CODES`.
+# What a new format is added to; its codes are an entry of `CODES`.
 GatherFormat = Literal["int8", "fp8"]
 GradFormat = Literal["int8", "int4"]
 SCALE_DTYPE = jnp.bfloat16
@@ -131,6 +131,7 @@ class Codes:
     """The codes of a format, as they are sent: of `x / scale`, float32 numbers from `-largest` to `largest`."""
 
     largest: float
+    error: float  # what coding explains of a relative difference between steps
     dtype: Any  # of bytes: XLA may widen a float8
     per_byte: int = 1
     to_bytes: Callable[[jax.Array, int], jax.Array]  # of such numbers `[..., block, ...]`, with the dim of the block
@@ -148,21 +149,23 @@ def _int4_numbers(codes: jax.Array, dim: int) -> jax.Array:
     return (signed >> 4).astype(jnp.float32)
 
 
-_CODES: Mapping[str, Codes] = {
+CODES: Mapping[str, Codes] = {
     "int8": Codes(
         largest=127.0,
+        error=5e-2,
         dtype=jnp.int8,
         to_bytes=lambda unit, _: jnp.round(unit).astype(jnp.int8),
         from_bytes=lambda codes, _: codes.astype(jnp.float32),
     ),
     "fp8": Codes(
         largest=448.0,
+        error=1e-1,
         dtype=jnp.int8,
         to_bytes=lambda unit, _: lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8),
         from_bytes=lambda codes, _: lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32),
     ),
     # -8 is left out: codes are symmetric.
-    "int4": Codes(largest=7.0, dtype=jnp.uint8, per_byte=2, to_bytes=_int4_bytes, from_bytes=_int4_numbers),
+    "int4": Codes(largest=7.0, error=5e-1, dtype=jnp.uint8, per_byte=2, to_bytes=_int4_bytes, from_bytes=_int4_numbers),
 }
 
 
@@ -170,14 +173,14 @@ _CODES: Mapping[str, Codes] = {
 class Blocks:
     """How an array becomes codes and scales, and those the array again: the `coding` of a `Chain`."""
 
-    format: str  # a key of `_CODES`
+    format: str  # a key of `CODES`
     dim: int  # the dim that blocks are along, from the end: -1 is the last
     size: int  # the elements of a block
 
     @property
     def parts(self) -> tuple[tuple[Any, float], ...]:
         """The dtypes of codes and of scales, each with how many there are for an element."""
-        codes = _CODES[self.format]
+        codes = CODES[self.format]
         return (codes.dtype, 1 / codes.per_byte), (SCALE_DTYPE, 1 / self.size)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,7 +188,7 @@ class Blocks:
 
         A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
         """
-        place, codes = x.ndim + self.dim, _CODES[self.format]
+        place, codes = x.ndim + self.dim, CODES[self.format]
         blocks = self._split(x, place, self.size).astype(jnp.float32)  # [..., blocks, size, ...] for the dim
         scales = (largest_size(blocks, place + 1) / codes.largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
@@ -197,7 +200,7 @@ class Blocks:
 
     def decode(self, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
         """Returns the array of codes and scales."""
-        (sent, scales), codes = parts, _CODES[self.format]
+        (sent, scales), codes = parts, CODES[self.format]
         place = sent.ndim + self.dim
         unit = codes.from_bytes(self._split(sent, place, self.size // codes.per_byte), place + 1)
         x = unit * jnp.expand_dims(scales.astype(jnp.float32), place + 1)
@@ -212,7 +215,7 @@ class Blocks:
 
 
 def blocks_of(
-    format: str | None, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
+    format: str, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
 ) -> Blocks | None:
     """Returns the blocks of a leaf's shards, along one of its last two dims if they are there; None if there are none.
 
@@ -221,10 +224,8 @@ def blocks_of(
     Raises:
       ValueError: a block size that divides no dim of the shard.
     """
-    if format is None:
-        return None
     local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
-    step = _CODES[format].per_byte
+    step = CODES[format].per_byte
     sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}  # by the dim
     # Blocks along the second to last dim leave the lanes of an accelerator as they are.
     best = max(sizes, key=lambda dim: (sizes[dim] > 0 and dim >= -2, sizes[dim], dim == -2, dim), default=0)
@@ -249,7 +250,8 @@ def blocks_of_leaf(
     """
     if quantize is None or _not_sent(leaf, mesh):
         return None
-    format = quantize.format_of(what, leaf.path)
+    if (format := quantize.format_of(what, leaf.path)) is None:
+        return None
     return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
 
 

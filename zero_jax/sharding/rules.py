@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,21 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, path_name
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import spec_of_each, specs_of
-from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, named, num_shards, steps_by_dim, without
+from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, named, steps_by_dim, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
-# The reasons of specs that are the user's own.
-PARTLY_SHARDED = "partly sharded"
-_OVERRIDE, _AS_GIVEN, _ONE_DEVICE = "override", "as given", "data has one device"
+# The reasons of placements, and then those of specs that are the user's own.
+PARTLY_SHARDED, ONE_DEVICE = "partly sharded", "data has one device"
+_OVERRIDE, _AS_GIVEN = "override", "as given"
 _EXPERTS = "along its experts"
-# As many leaves that differ in a number of their path alone are one row of a report.
-_MANY_ALIKE = 3
 
 
 # The `rules` of the functions below are those of a `ZeroConfig`: its `min_shard_size`, `param_specs`, `axis_rules`,
@@ -177,7 +172,7 @@ class _Placer:
         if carries(dims, [axis for axis in self.axes.data if axis not in of_layers]):
             return dims, _AS_GIVEN
         if not data:
-            return dims, "layers over pipe" if of_layers else _ONE_DEVICE
+            return dims, "layers over pipe" if of_layers else ONE_DEVICE
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return dims, f"unsharded: under {self.rules.min_shard_size} elements"
         # The first two axes shard one dim, the others the last (spec.scatter_steps); those of stages are on the last,
@@ -376,73 +371,3 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[s
         return named(mesh, without(dims, [axis for axis in axes.data if axis not in (*over, *pipe)]))
 
     return jax.tree.map(lambda leaf: sharding((of_update and leaf.update_dims) or leaf.dims, leaf.pipe), placements)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingReport(Report):
-    """How the leaves of sharded groups are sharded, and why some are replicated; prints as a table.
-
-    Attributes:
-      placements: each leaf.
-      per_device_bytes: bytes a device of the leaves, sharded like this.
-      whole_bytes: of these, unsharded leaves.
-      groups: the groups of a train state that the stage shards like this; the others are replicated.
-      secondary: the axes of `data` that params and model state are sharded over, if not all (hpZ); these groups are
-        then sharded like this but for the other axes of `data`.
-      secondary_bytes: bytes a device of the leaves, sharded over these; 0 without them.
-
-    Example:
-      >>> report = zero.sharding_report(state.params, mesh=mesh, config=config)
-      >>> [leaf.path for leaf in report.placements]
-      ['down', 'up']
-    """
-
-    placements: tuple[LeafPlacement, ...]
-    per_device_bytes: int
-    whole_bytes: int
-    groups: tuple[str, ...] = ()
-    secondary: tuple[str, ...] = ()
-    secondary_bytes: int = 0
-
-    def __str__(self) -> str:
-        rows = []
-        for p in sorted(self.placements, key=lambda p: -p.num_bytes):
-            spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
-            rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
-        alike = [(re.sub(r"\d+", "*", path), *rest) for path, *rest in rows]  # in layers of a Python loop
-        counts = collections.Counter(alike)
-        many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
-        # The row of many stands where the first of them was.
-        rows = list(dict.fromkeys(many[key] if key in many else row for key, row in zip(alike, rows, strict=True)))
-        unsharded = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
-        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{unsharded}"]
-        if "params" not in self.groups:
-            sharded = ", ".join(self.groups) or "nothing"
-            lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")
-        if self.secondary:
-            lines.append(
-                f"secondary shard: params and model state are sharded over {'+'.join(self.secondary)} alone, "
-                f"{format_bytes(self.secondary_bytes)} a device"
-            )
-        if any(p.reason == _ONE_DEVICE for p in self.placements):
-            lines.append("not sharded over data: it has one device (JAX_NUM_CPU_DEVICES=8 simulates eight)")
-        elif 2 * self.whole_bytes > self.per_device_bytes:
-            lines.append("warning: unsharded leaves take more than half of that; the last column says why")
-        return "\n".join(lines)
-
-
-def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Sequence[str]) -> ShardingReport:
-    """Returns a report of placements, with bytes per device; `groups` are those that are sharded."""
-    leaves = tuple(jax.tree.leaves(placements))
-    per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
-    unsharded_bytes = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
-    across = [axis for axis in axes.data if axis not in axes.secondary]
-    inside = [p.num_bytes // num_shards(mesh, without(p.dims, across)) for p in leaves] if axes.secondary else []
-    return ShardingReport(
-        placements=leaves,
-        per_device_bytes=sum(per_device.values()),
-        whole_bytes=unsharded_bytes,
-        groups=tuple(groups),
-        secondary=axes.secondary,
-        secondary_bytes=sum(inside),
-    )

@@ -47,7 +47,7 @@ from zero_jax.training.state.checks import (
 from zero_jax.training.state.making import abstract_state, checked_variables, init_state, with_gathered_params
 from zero_jax.training.state.matrix_updates import matrix_dealings, step_placement
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.state.shardings import sharding_report, state_shardings
+from zero_jax.training.state.shardings import ShardingReport, sharding_report, state_shardings
 from zero_jax.training.state.train_state import TrainState, merge, trainable, trained_params, used_by_optimizer
 from zero_jax.training.state.whole_leaves import read_leaf, read_leaves, write_leaf, write_leaves
 from zero_jax.training.step import make_train_step

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import check_has_devices, is_sharded_as, put_keys
+from zero_jax.core.device_put import check_has_devices, is_global, is_sharded_as, put_keys
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims, leaf_names
 from zero_jax.program.jaxprs import is_array, is_traced
@@ -130,7 +130,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         if is_placed(x):
             return x
         check_has_devices(mesh)
-        if jax.process_count() == 1 or _is_global(x):
+        if jax.process_count() == 1 or is_global(x):
             return jax.device_put(x, sharding)
         return put_keys(x, sharding, of_process) if is_key(x) else of_process(x, sharding)
 
@@ -156,17 +156,12 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     return tree.unflatten(map(place, leaves, shardings))
 
 
-def _is_global(x: Any) -> bool:
-    """Returns whether an array has shards in other processes; traced ones do not know it."""
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
-
-
 def _check_share(batch: PyTree, leaves: Sequence[Any], mesh: Mesh, axes: Axes, *, is_whole: bool) -> None:
     """Raises `ValueError` for examples of one of several processes that do not divide over its devices."""
     num_parts = axis_size(mesh, axes.batch) if is_whole else _num_own_parts(mesh, axes)
     for i, x in enumerate(leaves):
         size = np.shape(x)[:1]
-        has_all = is_traced(x) or _is_global(x)  # the examples of all processes
+        has_all = is_traced(x) or is_global(x)  # the examples of all processes
         if size and not has_all and num_parts and size[0] % num_parts:
             whose = "all processes" if is_whole else f"process {jax.process_index()}"
             raise ValueError(

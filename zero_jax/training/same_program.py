@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.core.agreement import agree_on, by_value, known_to_all, refuse, turns_of, values_elsewhere
+from zero_jax.core.device_put import is_global
 from zero_jax.core.tree import PyTree, key_numbers, leaves_by_name
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.state.train_state import TrainState
@@ -126,7 +127,7 @@ def check_same_init(
     facts: dict[str, Any] = {
         f"the values of {name!r}": fingerprint({name: x}, in_blocks=True)
         for name, x in leaves_by_name(variables).items()
-        if not _is_global(x)
+        if not is_global(x)
     }
     facts |= {f"the leaf {name!r}": _shape(x) for name, x in leaves_by_name(initial).items()}
     facts["the state's key"] = _key_values(key)
@@ -147,7 +148,7 @@ def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
         leaf = key_numbers(leaf)
-        shards = [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
+        shards = [x.data for x in leaf.addressable_shards] if is_global(leaf) else [leaf]
         for shard in map(np.ascontiguousarray, shards):
             digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
             values = shard.reshape(-1).view(np.uint8).data  # without a copy of the array's bytes
@@ -162,7 +163,7 @@ def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
 
 def part_of_batch(batch: PyTree, mesh: Mesh, axes: Axes) -> str:
     """Returns which part of the examples of a batch the devices of this process have."""
-    if any(map(_is_global, jax.tree.leaves(batch))):
+    if any(map(is_global, jax.tree.leaves(batch))):
         return "placed"
     sharding = NamedSharding(mesh, PartitionSpec(axes.batch))
     # As of `mesh.size` examples, which all axes divide, so that batches of any size have the same parts.
@@ -180,7 +181,7 @@ def equal_parts(fingerprints: Mapping[int, str], parts: Mapping[int, str]) -> li
 
 def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
     """Returns what is compared of what a process gives of a batch: hashes of its leaves, and which part they are."""
-    given = {name: key_numbers(x) for name, x in leaves_by_name(batch).items() if not _is_global(x)}
+    given = {name: key_numbers(x) for name, x in leaves_by_name(batch).items() if not is_global(x)}
     rows = {name: x for name, x in given.items() if np.ndim(x)}
     return {
         "part": part_of_batch(batch, mesh, axes),
@@ -260,11 +261,6 @@ def check_given(given: PyTree, placed: PyTree, mesh: Mesh, axes: Axes) -> None:
         _check_parts(dict(sorted({jax.process_index(): mine, **others}.items())))
     except ValueError as error:
         raise refuse(error, turns_of(processes)) from None
-
-
-def _is_global(x: Any) -> bool:
-    """Tells whether an array is sharded over several processes."""
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 @functools.cache

@@ -18,15 +18,14 @@ from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, shard_bytes
 from zero_jax.interpreter import NotInterpretable
 from zero_jax.planning import Job, call_for, split_settings
 from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.quantized import CODES
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, key_parameter, make_train_step
 from zero_jax.verification.execution import Execution, Sharded, host_array
 from zero_jax.verification.reference import Reference, Updated
 
 # What is left of a relative difference when nothing is wrong, by what rounds most. Of float32 it is sums in another
-# order; of less, each product and each format of what is sent. Others have four times their rounding, as bfloat16.
-_TOLERANCES: Mapping[str, float] = {
-    "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "int8": 5e-2, "fp8": 1e-1, "int4": 5e-1,
-}  # fmt: skip
+# order; of less, each product. Others have four times their rounding, as bfloat16.
+_TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 # A program of more is for a cluster, not for this machine.
 _MAX_BYTES = 8 * 2**30
 _SHOWN_LEAVES = 12
@@ -266,7 +265,7 @@ def _tolerance(config: ZeroConfig, params: PyTree) -> float:
     tolerances = [_TOLERANCES.get(str(dtype)) or 4 * float(jnp.finfo(dtype).eps) for dtype in dtypes]
     for formats in () if quantize is None else (quantize.gathers, quantize.grads):
         names = formats.values() if isinstance(formats, Mapping) else [formats]
-        tolerances += [_TOLERANCES[name] for name in names if name]
+        tolerances += [CODES[name].error for name in names if name]
     return max([_TOLERANCES["float32"], *tolerances])
 
 

@@ -395,7 +395,6 @@ def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float
     parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:
         for part, per_element in parts:
-            name, item_bytes = jnp.dtype(part).name, jnp.dtype(part).itemsize
-            sent_bytes = times * elements * per_element * item_bytes
-            name = _HLO_DTYPES.get(name) or name
-            yield EstimateRow(kind=kind, axes=axes, dtype=name, phase=phase, total_sent_bytes=sent_bytes)
+            name, sent_bytes = jnp.dtype(part).name, times * elements * per_element * jnp.dtype(part).itemsize
+            dtype = _HLO_DTYPES.get(name) or name
+            yield EstimateRow(kind=kind, axes=axes, dtype=dtype, phase=phase, total_sent_bytes=sent_bytes)

@@ -34,42 +34,38 @@ def uses_of_params(jaxpr: Any, placement: Placement) -> dict[str, ParamUses]:
         if path is not None and eqn.params["forward"].shardings and SENT not in stack:
             eqns.setdefault(path, []).append((eqn, phase_of(stack), times))
     num_axes = sum(placement.mesh.shape[axis] > 1 for axis in placement.axes.data)
-    if "params" not in placement.groups:
-        of_whole = {path: _uses_of_whole(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
-        return {path: uses for path, uses in of_whole.items() if uses is not None}
-    return {path: _uses(of_param, num_axes=num_axes) for path, of_param in eqns.items()}
+    is_whole = "params" not in placement.groups
+    found = {path: _uses(of_param, num_axes=num_axes, is_whole=is_whole) for path, of_param in eqns.items()}
+    return {path: uses for path, uses in found.items() if uses is not None}
 
 
-def _uses_of_whole(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int) -> ParamUses | None:
-    """Returns what moves of the gradient of a table that is stored whole, where it is of rows that move, else None."""
-    chains = [(eqn.params["forward"].shardings, eqn.params["backward"].shardings) for eqn, *_ in eqns]
-    # Cotangents of rows have a way back, and a whole gradient has none.
-    num_of_rows = sum(len(there) == len(back) > 1 for there, back in chains)
-    if not num_of_rows:
-        return None
-    # What each of them becomes moves to the param's shards once more, and so do the gradient of copies of each device's
-    # own, after it moved axis by axis, and the sum of all gradients.
-    num_others = sum(not back for _, back in chains) - num_of_rows - 1
-    is_scattered = num_others * num_axes > sum(0 < len(back) < len(there) for there, back in chains)
-    moves = [move for eqn, phase, times in eqns for move in _steps(eqn, phase=phase, times=times)]
-    return ParamUses(moves=tuple(moves), is_scattered=is_scattered)
+def _uses(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int, is_whole: bool) -> ParamUses | None:
+    """Returns how a param is used by the equations that move it, its rows and its gradients over some axes.
 
-
-def _uses(eqns: Sequence[tuple[Any, str, int]], *, num_axes: int) -> ParamUses:
-    """Returns how a param is used by the equations that move it, its rows and its gradients over some axes."""
-    phases, moves, num_gradients, num_of_copies = set[str](), list[Move](), 0, 0
-    for eqn, phase, times in eqns:
-        chain, back = eqn.params["forward"], eqn.params["backward"]
-        if chain.barrier:  # a gather
-            phases.add(phase)
-            continue
-        moves += _steps(eqn, phase=phase, times=times)
-        num_gradients += back.barrier
-        # Rows go the same way back. A copy of each device's own is gathered, and its gradient moves axis by axis.
-        num_of_copies += not back.barrier and 0 < len(back.shardings) < len(chain.shardings)
-    is_scattered = bool(phases) and (num_of_copies == 0 or num_gradients * num_axes > num_of_copies)
-    gathered_in = tuple(phase for phase in ("forward", "backward") if phase in phases)
-    return ParamUses(gathered_in=gathered_in, moves=tuple(moves), is_scattered=is_scattered)
+    Of one that is stored whole, what moves of its gradient if that is of rows that move, else None.
+    """
+    phases = {phase for eqn, phase, _ in eqns if eqn.params["forward"].barrier}  # of gathers
+    moved = [each for each in eqns if not each[0].params["forward"].barrier]
+    chains = [(eqn.params["forward"].shardings, eqn.params["backward"]) for eqn, *_ in moved]
+    # Rows go the same way back. A copy of each device's own is gathered, and its gradient moves axis by axis.
+    num_of_copies = sum(not back.barrier and 0 < len(back.shardings) < len(there) for there, back in chains)
+    if is_whole:
+        # Cotangents of rows have a way back, and a whole gradient has none.
+        num_of_rows = sum(len(there) == len(back.shardings) > 1 for there, back in chains)
+        if not num_of_rows:
+            return None
+        # What each of them becomes moves to the param's shards once more, and so do the gradient of copies of each
+        # device's own, after it moved axis by axis, and the sum of all gradients.
+        num_gradients = sum(not back.shardings for _, back in chains) - num_of_rows - 1
+        is_scattered = num_gradients * num_axes > num_of_copies
+    else:
+        num_gradients = sum(back.barrier for _, back in chains)
+        is_scattered = bool(phases) and (num_of_copies == 0 or num_gradients * num_axes > num_of_copies)
+    return ParamUses(
+        gathered_in=tuple(phase for phase in ("forward", "backward") if phase in phases),
+        moves=tuple(move for eqn, phase, times in moved for move in _steps(eqn, phase=phase, times=times)),
+        is_scattered=is_scattered,
+    )
 
 
 def _steps(eqn: Any, *, phase: str, times: int) -> Iterator[Move]:

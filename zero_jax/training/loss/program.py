@@ -110,28 +110,32 @@ class StepLoss:
         return lookups_by_place(self.program) if self.is_on_tpu else self.program
 
     @functools.cached_property
-    def rolled(self) -> RolledProgram:
-        """The program with fused attention and, for stages, the equal layers of Python loops as scans.
+    def rolled(self) -> RolledProgram | None:
+        """The program with fused attention and the equal layers of Python loops as scans; None without stages.
 
         Attention is fused first: once layers of a Python loop are a scan, masks that differ are data, of which no
         kernel is known.
         """
-        placement, config = self.placement, self.config
-        fused = fuse_attention(self.unfused, config.attention, mesh=placement.mesh, axes=placement.axes)
-        num_groups = placement.num_stages * resolve_schedule(config.pipeline).num_groups
-        return RolledProgram(LossProgram.of(fused), self.unfused, num_groups)
+        num_stages = self.placement.num_stages
+        num_groups = num_stages * resolve_schedule(self.config.pipeline).num_groups if num_stages > 1 else 0
+        return RolledProgram(self.with_kernels, self.unfused, num_groups) if num_groups else None
+
+    @functools.cached_property
+    def with_kernels(self) -> LossProgram:
+        """The program, with its attention by fused kernels if the config asks for them."""
+        mesh, axes, attention = self.placement.mesh, self.placement.axes, self.config.attention
+        if attention == "own":
+            return self.unfused
+        return LossProgram.of(fuse_attention(self.unfused, attention, mesh=mesh, axes=axes))
 
     @functools.cached_property
     def fused(self) -> LossProgram:
-        """The program, with its attention by fused kernels if the config asks for them.
-
-        Layers that will be stages are those of a scan in it.
-        """
-        return self.rolled.then(convolutions_as_products) if self.placement.num_stages > 1 else self.rolled.before
+        """The program `with_kernels`; layers that will be stages are those of a scan in it."""
+        return self.with_kernels if self.rolled is None else self.rolled.then(convolutions_as_products)
 
     def why_unfused(self, *arguments: Any) -> str:
         """Says why no attention is fused, for arguments as of `shapes`; empty if some may be."""
-        return self.rolled.why_own(*arguments) if self.placement.num_stages > 1 else ""
+        return "" if self.rolled is None else self.rolled.why_own(*arguments)
 
     def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
         """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 
 import jax
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PathPatterns, PyTree, leaves_by_name, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
-from zero_jax.sharding.rules import ShardingReport, report_placements
+from zero_jax.sharding.rules import ONE_DEVICE, LeafPlacement
+from zero_jax.sharding.spec import carries, num_shards, without
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
 from zero_jax.training.state.placement import NO_OTHERS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
+
+# As many leaves that differ in a number of their path alone are one row of a report.
+_MANY_ALIKE = 3
 
 
 def state_shardings(
@@ -88,6 +95,59 @@ def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTr
     return paths, next(node for path, node in nodes if path_name(path) == at)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingReport(Report):
+    """How the leaves of sharded groups are sharded, and why some are replicated; prints as a table.
+
+    Attributes:
+      placements: each leaf.
+      per_device_bytes: bytes a device of the leaves, sharded like this.
+      whole_bytes: of these, unsharded leaves.
+      groups: the groups of a train state that the stage shards like this; the others are replicated.
+      secondary: the axes of `data` that params and model state are sharded over, if not all (hpZ); these groups are
+        then sharded like this but for the other axes of `data`.
+      secondary_bytes: bytes a device of the leaves, sharded over these; 0 without them.
+
+    Example:
+      >>> report = zero.sharding_report(state.params, mesh=mesh, config=config)
+      >>> [leaf.path for leaf in report.placements]
+      ['down', 'up']
+    """
+
+    placements: tuple[LeafPlacement, ...]
+    per_device_bytes: int
+    whole_bytes: int
+    groups: tuple[str, ...] = ()
+    secondary: tuple[str, ...] = ()
+    secondary_bytes: int = 0
+
+    def __str__(self) -> str:
+        rows = []
+        for p in sorted(self.placements, key=lambda p: -p.num_bytes):
+            spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
+            rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
+        alike = [(re.sub(r"\d+", "*", path), *rest) for path, *rest in rows]  # in layers of a Python loop
+        counts = collections.Counter(alike)
+        many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
+        # The row of many stands where the first of them was.
+        rows = list(dict.fromkeys(many[key] if key in many else row for key, row in zip(alike, rows, strict=True)))
+        unsharded = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
+        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{unsharded}"]
+        if "params" not in self.groups:
+            sharded = ", ".join(self.groups) or "nothing"
+            lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")
+        if self.secondary:
+            lines.append(
+                f"secondary shard: params and model state are sharded over {'+'.join(self.secondary)} alone, "
+                f"{format_bytes(self.secondary_bytes)} a device"
+            )
+        if any(p.reason == ONE_DEVICE for p in self.placements):
+            lines.append("not sharded over data: it has one device (JAX_NUM_CPU_DEVICES=8 simulates eight)")
+        elif 2 * self.whole_bytes > self.per_device_bytes:
+            lines.append("warning: unsharded leaves take more than half of that; the last column says why")
+        return "\n".join(lines)
+
+
 def sharding_report(
     params: PyTree, *, mesh: Mesh, config: ZeroConfig, tx: optax.GradientTransformation | None = None
 ) -> ShardingReport:
@@ -123,6 +183,15 @@ def sharding_report(
             if what := matrices.get(leaf.path):
                 by_layers = "" if leaf.update_dims is None else "master params and optimizer state along the layers, "
                 placed[i] = dataclasses.replace(leaf, reason=f"{leaf.reason}; update: {by_layers}{what}")
-    return report_placements(
-        (placed, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)
+    leaves, axes = tuple(jax.tree.leaves((placed, placement.model_state))), placement.axes
+    per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
+    across = [axis for axis in axes.data if axis not in axes.secondary]
+    inside = [p.num_bytes // num_shards(mesh, without(p.dims, across)) for p in leaves] if axes.secondary else []
+    return ShardingReport(
+        placements=leaves,
+        per_device_bytes=sum(per_device.values()),
+        whole_bytes=sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data)),
+        groups=tuple(sorted(placement.groups)),
+        secondary=axes.secondary,
+        secondary_bytes=sum(inside),
     )

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from zero_jax.core.agreement import Agreement, agree_on
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.device_put import put_global
+from zero_jax.core.device_put import is_global, put_global
 from zero_jax.core.tree import PyTree, cast_values, check_arrays, is_key, key_numbers, leaves_by_name, shown
 from zero_jax.training.state.train_state import TrainState
 
@@ -167,7 +167,7 @@ def _copies(tree: PyTree, path: str) -> list[str]:
 def _host_array(path: str, leaf: Any) -> np.ndarray:
     _check_values(path, leaf)
     leaf = key_numbers(leaf)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    if is_global(leaf):
         default = next(iter(leaf.sharding.device_set)).default_memory().kind
         if leaf.sharding.memory_kind != default:  # offloaded: collectives are of the devices' own memory
             leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))

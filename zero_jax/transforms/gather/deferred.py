@@ -343,4 +343,6 @@ def _summed(options: GatherOptions, value: Lazy, array: jax.Array) -> jax.Array:
 
 
 def _blocks(options: GatherOptions, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:
+    if format is None:
+        return None
     return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=value.formats.block_size)

@@ -163,7 +163,8 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
             # A scalar, such as a key, is no example.
             of_batch = (FREE if not np.ndim(x) else UNKNOWN if x.shape[0] % size else 0 for x in values)
             states = [*(FREE for _ in marked), *of_batch]
-            closed = sorted_by_device(closed, states, mesh=options.mesh, axes=options.axes)
+            if "sort" in traced.primitives:
+                closed = sorted_by_device(closed, states, mesh=options.mesh, axes=options.axes)
             closed, examples = anchored(closed, states, mesh=options.mesh, axes=options.axes)
         batch_sizes = frozenset(value.shape[0] for value in values if np.ndim(value))
         walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_unsharded), examples)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import brief
 
+# The policies, and what each keeps in the words of a report; `regions._KEEPS` says it of values.
 _KEPT: Mapping[str, str] = {
     "own": "what the model's own jax.checkpoint keeps",
     "none": "everything: nothing is recomputed",
@@ -127,7 +128,7 @@ class Remat:
         return f"{self.name}: keeps {_KEPT[self.policy]}; residuals {_PLACES[self.residuals]}"
 
 
-_PLAIN = [Remat(policy=policy) for policy in ("own", "none", "full", "dots", "attention")]
+_PLAIN = [Remat(policy=policy) for policy in _KEPT if policy not in ("names", "values", "auto")]  # without arguments
 _PLACED = [(x, place) for x in _PLAIN if x.policy != "none" for place in ("sharded", "offloaded")]
 POLICIES: Mapping[str, Remat] = {
     remat.name: remat for remat in (*_PLAIN, *(dataclasses.replace(x, residuals=place) for x, place in _PLACED))

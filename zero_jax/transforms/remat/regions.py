@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ class RematRegion:
     def places(self) -> dict[Any, str]:
         """What the policy keeps of what the region makes, each with its place of `Remat.residuals`."""
         if self.setting.remat.policy != "values":
-            return dict.fromkeys(self.kept, self.setting.remat.residuals)
+            return dict.fromkeys(_KEEPS[self.setting.remat.policy](self), self.setting.remat.residuals)
         kept = {var: self.chosen_place(label) for var, label in self.labels.items()}
         kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores[1]}
         kept |= {var: place for kind, found in kinds.items() if (place := self.chosen_place(kind)) for var in found}
@@ -193,25 +193,17 @@ class RematRegion:
         """What each value is called that the region makes."""
         return labels_of(self.jaxpr)
 
-    @property
-    def kept(self) -> set[Any]:
-        """What a policy that treats all values alike keeps of what the region makes."""
-        remat, jaxpr = self.setting.remat, self.jaxpr
-        if remat.policy == "full":
-            return set()
-        if remat.policy == "own":
-            return {v for eqn in jaxpr.eqns if is_kept(self.own_policy, eqn) for v in eqn.outvars}
-        if remat.policy == "names":
-            named = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in remat.names)
-            return {var for eqn in named for var in eqn.outvars}
-        products = products_with_weights(self.known)
-        if remat.policy == "dots":
-            return products
+    def made_by(self, is_chosen: Callable[[Any], bool]) -> set[Any]:
+        """Returns what the equations that are chosen make."""
+        return {var for eqn in self.jaxpr.eqns if is_chosen(eqn) for var in eqn.outvars}
+
+    def around_attention(self) -> set[Any]:
+        """Returns what the policy `attention` keeps."""
         inner, results = self.cores
-        if remat.residuals == "device":
+        if self.setting.remat.residuals == "device":
             return all_values(self.known) - inner - self.fused
         # What is between the products is cheap to compute again, and would have to be gathered otherwise.
-        return (products | results) - inner
+        return (products_with_weights(self.known) | results) - inner
 
     @functools.cached_property
     def fused(self) -> set[Any]:
@@ -301,3 +293,16 @@ class RematRegion:
         )
         array = reshard(array, forward=Chain((unsharded,)), backward=Chain((unsharded,)))
         return keep(array, name=_NAMES[place], shard=Chain((shard,), barrier=True), unshard=Chain((shard, unsharded)))
+
+
+# What each policy keeps of what a region makes, all of it in the place of `Remat.residuals`. The values of policy
+# `values` have places of their own (`RematRegion.places`); `none` makes no regions, and `auto` becomes another policy.
+_KEEPS: Mapping[str, Callable[[RematRegion], set[Any]]] = {
+    "own": lambda region: region.made_by(lambda eqn: is_kept(region.own_policy, eqn)),
+    "full": lambda _: set(),
+    "dots": lambda region: products_with_weights(region.known),
+    "attention": RematRegion.around_attention,
+    "names": lambda region: region.made_by(
+        lambda eqn: eqn.primitive.name == "name" and eqn.params["name"] in region.setting.remat.names
+    ),
+}

@@ -84,8 +84,8 @@ class PipelinedProgram(LossProgram):
             )
         return traced.rewritten(staged)
 
-    def report(self, *args: Any) -> PipelineReport:
-        """Returns the stages for arguments of these shapes, or why there are none."""
+    def report(self, *args: Any, num_parts: int = 1) -> PipelineReport:
+        """Returns the stages for arguments of these shapes, or why there are none; a batch is of so many of theirs."""
         stages = self.stages
         report = PipelineReport(
             num_stages=stages.num_stages, num_microbatches=stages.num_microbatches, schedule=str(stages.schedule)
@@ -94,7 +94,7 @@ class PipelinedProgram(LossProgram):
             _, found = self.staged(*args)
         except ValueError as error:
             return dataclasses.replace(report, why_none=str(error))
-        loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
+        loops = tuple(staged_layers(entry, num_parts) for entry in found if entry.loop is not None)
         if not loops:
             return dataclasses.replace(report, why_none=_refusal(found, stages, self.before.trace(*args)))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)

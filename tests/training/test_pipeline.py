@@ -23,8 +23,9 @@ from zero_jax.models import gpt
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training import StepLoss
-from zero_jax.transforms.pipeline.cut import LayerLoop, layers_outside
+from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.scans import layers_outside
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5
@@ -1594,6 +1595,10 @@ REFUSED = {
     "tokens that are sorted": (
         replaced(lambda x, w: x + by_experts(x.reshape(-1, FEATURES), w).reshape(x.shape)),
         r"examples of a batch are sorted together at .*test_pipeline.*; sort what each example has by itself, by jax.",
+    ),
+    "a loop over examples": (
+        lambda params, batch: jax.lax.map(lambda x: replaced(lambda x, w: x @ w["w"])(params, x), batch).mean(),
+        r"the layers are within the loop at .*test_pipeline.*, which goes through examples: take these together, as by",
     ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),

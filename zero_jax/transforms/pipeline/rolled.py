@@ -24,8 +24,15 @@ from zero_jax.transforms.blocks import find_blocks
 from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
-from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, scans_over_params
-from zero_jax.transforms.pipeline.in_order import OtherScan, layers_in_order, other_loops, with_scans
+from zero_jax.transforms.pipeline.scans import (
+    ROLLED,
+    OtherScan,
+    layer_scans,
+    layers_in_order,
+    other_loops,
+    scans_over_params,
+    with_scans,
+)
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
 # What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.

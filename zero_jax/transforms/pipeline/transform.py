@@ -31,10 +31,8 @@ from zero_jax.transforms.pipeline.cut import (
     LayerLoop,
     Stages,
     find_loops,
-    layers_outside,
     pipeline_p,
 )
-from zero_jax.transforms.pipeline.in_order import examples_by_index
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import (
@@ -46,6 +44,7 @@ from zero_jax.transforms.pipeline.microbatch import (
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
+from zero_jax.transforms.pipeline.scans import examples_by_index, layers_outside
 from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 

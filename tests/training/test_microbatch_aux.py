@@ -148,6 +148,25 @@ def test_aux_of_devices_that_have_nothing_by_a_weight_that_is_named():
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=1e-5)
 
 
+def test_aux_behind_layers_that_read_counts_of_each_microbatch():
+    """Where the loss is of each microbatch by itself, no loop is run again with the counts of the batch."""
+
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"]].mean(1) * (batch["mask"].sum() / SIZE)
+        weights = params["layers"]["w_in"][..., : x.shape[-1]]
+        last, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)
+        return jnp.median(jnp.square(last).mean(1)), {"before": x.mean(0), "behind": last.mean(0)}
+
+    with pytest.warns(
+        UserWarning, match="the loss on microbatches|aux is returned without 'behind', because"
+    ) as warned:
+        _, (metrics,) = reference.run_zero(loss, optax.sgd(0.1), [batch_of()], mesh=mesh_of("2"), num_microbatches=2)
+    assert len(warned) == 2
+    (before,) = metrics.aux.values()
+    _, aux = jax.jit(loss)(reference.host_params(), batch_of())
+    assert_close(before, aux["before"], tolerance=1e-5)
+
+
 def drawing_loss(params, batch, key, *, model_state):
     """Aux that is drawn, or read from model state that the loss changes, though the loss is made of neither."""
     keys = jax.random.split(key)

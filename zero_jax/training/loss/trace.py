@@ -54,7 +54,7 @@ def pipeline_report(
       config: the config of the step, with its microbatches.
 
     Raises:
-      ValueError: the config has other microbatches than the stages of the mesh can have.
+      ValueError: the config has other microbatches than the stages of the mesh can have, or the step refuses the aux.
 
     Example:
       >>> def layers(params, batch):

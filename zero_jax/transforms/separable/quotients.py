@@ -142,7 +142,15 @@ def origin(atom: Any, eqns: Sequence[Any]) -> Any:
 
 
 def without_duplicates(closed: Any, num_params: int) -> Any:
-    """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
+    """Returns a jaxpr that computes what scalars of the batch are made of once: sums of one mask are one divisor.
+
+    The rest stays as it is: `remat` compares layers, and names their values.
+    """
     opened, _ = jaxprs.open_jaxpr(closed)
     of_params = made_of(opened.invars[:num_params], opened.eqns)
-    return once_each(closed, lambda eqn: of_params.isdisjoint(eqn.outvars))
+    of_scalars: set[Any] = set()  # scalars of the batch, and what they are made of
+    for eqn in reversed(opened.eqns):
+        scalars = {var for var in eqn.outvars if getattr(var.aval, "shape", None) == ()}
+        if of_params.isdisjoint(eqn.outvars) and (scalars or not of_scalars.isdisjoint(eqn.outvars)):
+            of_scalars.update(eqn.outvars, jaxprs.variables(eqn))
+    return once_each(closed, lambda eqn: not of_scalars.isdisjoint(eqn.outvars) and of_params.isdisjoint(eqn.outvars))

@@ -187,6 +187,11 @@ class _Traces:
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
+        if not on_parts.of_batch and on_parts.counts:
+            # Its loops have the counts of a part, and so has what aux makes of their results.
+            parts = [OnPart(trace, dataclasses.replace(on_parts, terms={})) for trace in traces]
+            relations = self.relations(parts, TraceComparison(num_parts, num_blocks, shares_terms=True))
+            found = dataclasses.replace(found, aux=relations[1:])
         atoms = leaves_by_name(traces[0].results[1][0])
         each = zip(atoms.items(), found.aux, strict=True)
         combinations = {name: _combined(x, atom, traces[0].closed) for (name, atom), x in each}
@@ -198,22 +203,16 @@ class _Traces:
         If there is a third, of one example, it has to be of the same operations as the second. What is computed for an
         entry of aux alone does not count against others, nor against the loss.
         """
-        inputs, key = relations_of(self.params, self.batch), [SAME] * len(jax.tree.leaves(self.key))
         counts, comparison = (TraceComparison(num_parts, num_blocks, shares_terms=flag) for flag in (False, True))
         powers = dict[int, Fraction]()  # of what may be a count and adds up over parts
         if len({len(trace.counts) for trace in traces}) == 1:
             for i, var in enumerate(traces[0].counts):
-                (x,) = counts.run(traces[0].alone([i]), traces[1].alone([i]), [*inputs, *key])
+                (x,) = counts.run(traces[0].alone([i]), traces[1].alone([i]), self.inputs())
                 if x.kind is Kind.SUM and not x.of_params and (not x.power or is_float(var.aval)):
                     powers[i] = x.power
         on_parts = LossOnParts(size=size, counts=powers, flat=traces[0].flat)
         parts = [OnPart(trace, on_parts) for trace in traces]
-        atoms = [[part.of_batch(x) for x in _values(part.trace)] for part in parts]
-        relations = self.relations(
-            [part.closed(x) for part, x in zip(parts, atoms, strict=True)],
-            [*inputs, *[SAME] * len(powers), *key],
-            comparison,
-        )
+        relations = self.relations(parts, comparison)
         numbers = {parts[1].numbers[var]: tuple(terms) for var, terms in comparison.terms.items()}
         if numbers and len({tuple(operations(trace.closed)) for trace in traces[1:]}) > 1:
             relations = [unknown("loss_fn does something else on one example than on several")] * len(relations)
@@ -221,14 +220,18 @@ class _Traces:
             on_parts=dataclasses.replace(on_parts, terms=numbers),
             loss=relations[0],
             aux=relations[1:],
-            depends_on_counts=atoms[0][0] is not _values(traces[0])[0],
+            depends_on_counts=parts[0].of_batch(_values(traces[0])[0]) is not _values(traces[0])[0],
             has_unknown_calls=comparison.has_terms_within or traces[0].is_nested,
         )
 
-    def relations(
-        self, traces: Sequence[Any], inputs: Sequence[Relation], comparison: TraceComparison
-    ) -> list[Relation]:
-        """Returns the relations of the results of the first closed jaxpr to those of the second."""
+    def inputs(self, num_counts: int = 0) -> list[Relation]:
+        """Returns the relations of the inputs of the loss, of so many counts of the batch, too."""
+        return [*relations_of(self.params, self.batch), *[SAME] * (num_counts + len(jax.tree.leaves(self.key)))]
+
+    def relations(self, parts: Sequence[OnPart], comparison: TraceComparison) -> list[Relation]:
+        """Returns the relations of the results of the first, the loss and the leaves of its aux, to the second's."""
+        traces = [part.closed([part.of_batch(x) for x in _values(part.trace)]) for part in parts]
+        inputs = self.inputs(len(parts[0].how.counts))
         whole, part, *single = traces
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
         if names[0] == names[1] and _holds_for_single(whole, part, single, comparison):

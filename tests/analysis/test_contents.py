@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
-from zero_jax.analysis import contents
 
 
 def init_fn(key):
@@ -97,10 +96,11 @@ def test_a_drawing_has_a_cell_for_each_shard():
     mesh = zero.make_mesh(data=4, model=2)
     sharding = NamedSharding(mesh, PartitionSpec(None, "data", "model"))
     leaf = jax.ShapeDtypeStruct((2, 8, 6), jnp.float32, sharding=sharding)
-    (found,) = zero.summary({"a": leaf}).leaves
+    summary = zero.summary({"a": leaf})
+    (found,) = summary.leaves
     assert (found.parts, found.num_copies, found.spec) == ((1, 4, 2), 1, "[-, data, model]")
-    drawing = contents._drawing(found)
-    titles = re.findall(r"<title>(.*?)</title>", drawing)
+    drawing = summary._repr_html_()
+    _, *titles = re.findall(r"<title>(.*?)</title>", drawing)  # the first one is that of the bar of groups
     assert len(titles) == 8 and titles[0] == "a[:, 0:2, 0:3], 48 bytes" and titles[-1] == "a[:, 6:8, 3:6], 48 bytes"
     assert "8 shards" in drawing
 

@@ -2,8 +2,8 @@
 
 Usage: reload_worker.py ADDRESS INDEX FOLDER ACTION...; reports the result of each action: `save` at stage 3, `fail` (as
 `save`, but the files that the last process writes may not grow: its disk is full), `damaged` and `load` at stage 2 (of
-what one process has saved); `apart` saves into a folder of each process; `late` takes such folders while the disk of
-the first process is full, and again.
+what one process has saved); `broken` (as `load`, and the memory of the last process ends); `apart` saves into a folder
+of each process; `late` takes such folders while the disk of the first process is full, and again.
 """
 
 import os
@@ -24,7 +24,8 @@ import reference
 from processes import report
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError, restore, saving
+from zero_jax.checkpoint import Checkpointer, CheckpointError, leaf_files, restore, saving
+from zero_jax.core.agreement import OtherProcessFailed
 
 TX = optax.adamw(1e-2)
 
@@ -72,6 +73,22 @@ def loaded(folder, stage, *, num_devices=8):
     return {"losses": train(back.state, reference.make_batches(4)[2:], step)[1], "step": back.step, "told": told}
 
 
+def broken(folder):
+    """Reads a checkpoint while the memory of the last process ends; returns the error."""
+    read = leaf_files._start_reads
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    leaf_files._start_reads = fail if jax.process_index() else read
+    try:
+        loaded(folder, 3)
+    except (MemoryError, OtherProcessFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        leaf_files._start_reads = read
+
+
 def saved_apart(folder):
     """Saves into another folder in each process; returns the error."""
     saving._SEEN_SECONDS = 0.5
@@ -101,6 +118,7 @@ ACTIONS = {
     "save": lambda folder: saved(f"{folder}/save", 3),
     "fail": lambda folder: saved(f"{folder}/fail", 3, is_full=jax.process_index() == 1),
     "load": lambda folder: loaded(f"{folder}/load", 2),
+    "broken": lambda folder: broken(f"{folder}/load"),
     "damaged": lambda folder: loaded(f"{folder}/damaged", 3),
 }
 

@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -19,7 +21,7 @@ import safetensors.numpy
 from test_checkpoint import flip_value
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError
+from zero_jax.checkpoint import Checkpointer, CheckpointError, best_step
 from zero_jax.checkpoint.exporting import export, open_params, parse_size
 from zero_jax.cli import build_parser
 from zero_jax.core.files.partial_folder import partial_folder
@@ -225,6 +227,32 @@ def test_exports_to_one_folder_at_once_do_not_write_into_one_another(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+KILLED = """
+import os, pathlib, sys
+from zero_jax.core.files.partial_folder import partial_folder
+with partial_folder(pathlib.Path(sys.argv[1])) as partial:
+    (partial / "model.safetensors").write_bytes(bytes(1000))
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_export_has_left_goes_with_the_next_one(run, number, is_there, tmp_path):
+    """It kept the disk full, and in a folder that was there already an export for the hub was refused for it."""
+    folder, _ = run
+    if is_there:
+        (tmp_path / "out").mkdir()
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out"), str(int(number))], timeout=60)
+    assert ended.returncode == -number and len([*tmp_path.rglob(".zero_jax-partial-out-*")]) == 1
+    (tmp_path / ".zero_jax-partial-out-mine").touch()  # not of this kind
+    if is_there:
+        save_tensors(tmp_path / "out", {"w": jnp.ones(3)}, {"w": TensorName("w")})
+    else:
+        export(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob(".*")] == [".zero_jax-partial-out-mine"]
+
+
 def test_params_that_are_one_array(tmp_path):
     save(tmp_path, lambda key: jnp.arange(64.0).reshape(8, 8), optax.chain(TX, ema.params_ema(0.5)))
     for ema_too in (False, True):
@@ -318,3 +346,35 @@ def test_commands(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command("inspect", tmp_path / "hub")
     assert "hub is a model of the Hugging Face hub: give it to --from-hf" in capsys.readouterr().err
+
+
+def test_commands_take_the_newest_undamaged_step_and_say_so_or_the_best_one(tmp_path, capsys):
+    """As after a run that went back: `evaluate` took another step than `export`, which ended with an error."""
+    config, steps = reference.make_config(stage=3), tmp_path / "checkpoints"
+    init_fn = lambda key: {"w": jax.random.normal(key, (64, 512))}  # noqa: E731
+    state = zero.init_state(init_fn, optax.sgd(1.0), jax.random.key(0), mesh=reference.mesh_of("4"), config=config)
+    with Checkpointer(steps, config=zero.CheckpointConfig(keep_last=4), log=pytest.fail) as checkpointer:
+        for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan"))]:
+            checkpointer.save(step, state, loss=loss)
+
+    def written(*words):
+        options = build_parser().parse_args(["export", str(tmp_path), *words])
+        assert options.run(options) == 0
+        return capsys.readouterr()
+
+    assert written("--out", f"{tmp_path}/best", "--step", "best").out.startswith("step 2: ")
+    assert written("--out", f"{tmp_path}/newest").out.startswith("step 4: ")
+    flip_value(steps / "step_00000004")
+    (steps / "step_00000003" / "record" / "metadata").write_text("{")
+    told = written("--out", f"{tmp_path}/undamaged")
+    assert told.out.startswith("step 2: ")
+    lines = told.err.splitlines()
+    assert [line.startswith("checkpoint passed over: ") for line in lines] == [True, True]
+    assert "step_00000004 is damaged or cut off" in lines[0] and "step_00000003" in lines[1]
+    with pytest.warns(UserWarning, match="^checkpoint passed over: .*step_00000003"):
+        shutil.rmtree(steps / "step_00000004")
+        assert export(tmp_path, tmp_path / "library").step == 2
+    for step in (1, 2):
+        shutil.rmtree(steps / f"step_{step:08d}")
+    with pytest.raises(CheckpointError, match="has a validation loss: give the number of a step, or none"):
+        best_step(tmp_path)

@@ -36,7 +36,7 @@ def read(written, tmp_path_factory):
     shutil.copytree(written[0] / "save", folder / "damaged")
     record = folder / "damaged" / "step_00000002" / "record" / "metadata"
     record.write_text(record.read_text()[:-9])
-    return by_one, start(folder, "damaged", "load")
+    return by_one, start(folder, "broken", "damaged", "load")
 
 
 def test_two_processes_save_and_one_reloads(written):
@@ -69,6 +69,13 @@ def test_one_process_saves_and_two_reload(read):
 def test_a_damaged_checkpoint_is_one_for_all_processes(read):
     for result in read[1]:
         assert "no undamaged checkpoint" in result["damaged"]["error"]
+
+
+def test_memory_that_ends_in_one_process_is_no_damage_for_the_other(read):
+    """Which went on to the next checkpoint alone, until it was told that the first had ended."""
+    first, second = (result["broken"] for result in read[1])
+    assert second == "MemoryError: no room"
+    assert first == "OtherProcessFailed: process 1 failed: MemoryError: no room"
 
 
 def test_a_full_disk_of_one_process_stops_none(written):

@@ -35,7 +35,7 @@ TRAIN_OPTIONS = """
 --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
 --separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --streaming
 --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --tracker --validation
---validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--validation-data --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option

@@ -179,6 +179,13 @@ def bar():
     say("é after the bar")
 
 
+def talk(how_long):
+    """Says more than pipes have room for."""
+    for k in range(3000):
+        say(f"line {k} of process {INDEX}", "x" * 100)
+    time.sleep(how_long)
+
+
 def command_line(arguments):
     from zero_jax.cli import build_parser
 
@@ -200,6 +207,7 @@ WHATS = {
     "stubborn": stubborn,
     "children": with_a_child,
     "bar": bar,
+    "talk": talk,
     "rounds": rounds,
     "arguments": lambda *rest: say(*rest),
     "environment": lambda: say(os.environ["XLA_FLAGS"], *sorted(name for name in os.environ if name[:6] == "SLURM_")),

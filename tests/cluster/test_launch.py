@@ -223,6 +223,22 @@ def test_a_line_without_end_takes_little_memory():
     assert out.getvalue().count("x") == 150_000
 
 
+@pytest.mark.parametrize(("how_long", "status"), [(0, 0), (60, 128 + signal.SIGTERM)])
+def test_a_reader_of_the_launcher_that_does_not_read_stops_neither_the_processes_nor_a_signal(how_long, status):
+    """As in a pager, or after Ctrl-S; processes that wait for room in a pipe would wait for ever."""
+    launched = start("-n", "2", "--grace-seconds", "1", "--", "python", SCRIPT, "talk", str(how_long))
+    try:
+        if how_long:
+            time.sleep(8)  # by then neither pipe has room
+            launched.send_signal(signal.SIGTERM)
+        launched.wait(timeout=30)
+    finally:
+        launched.kill()
+    assert launched.returncode == status
+    out, _ = launched.communicate()
+    assert out.startswith("line 0 of process 0")
+
+
 def test_colors_are_for_terminals():
     class Terminal(io.StringIO):
         def isatty(self):

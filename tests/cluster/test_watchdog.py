@@ -279,6 +279,18 @@ def test_a_process_that_was_stopped_goes_on(tmp_path):
     assert "hangs" not in errors
 
 
+@pytest.mark.parametrize("jump_seconds", [-3600, 3600])
+def test_a_clock_that_is_set_between_two_beats_changes_no_age(jump_seconds, tmp_path, monkeypatch):
+    """A process that hung while its clock was set back was waited for by the others, until the clock had caught up."""
+    watched = Watched(tmp_path, monkeypatch)
+    watched.dog.beat("compile", 3)
+    monkeypatch.setattr(watchdog.time, "time", lambda: time.time() + jump_seconds)
+    watched.now += 50
+    watched.dog._write_heartbeat()
+    place = process_place(tmp_path, 0)
+    assert place.age_seconds == pytest.approx(50, abs=5) and not place.is_silent
+
+
 def test_a_beat_itself_writes_nothing(tmp_path):
     """It is called several times in each step: a thread of its own writes the last one."""
     dog = Watchdog(10, tmp_path / "processes")

@@ -64,6 +64,29 @@ def test_only_answers_and_their_ends_are_targets(tmp_path):
     assert dataset.num_documents == 10
 
 
+def test_forms_of_sharegpt_and_alpaca_are_the_messages_that_they_stand_for(tmp_path):
+    def turns(*pairs, **more):
+        return {"conversations": [{"from": speaker, "value": text} for speaker, text in pairs], **more}
+
+    system = ("system", "be short")
+    alpaca = {"instruction": "add", "input": "1 2", "output": "3"}
+    same = [
+        (turns(("human", "say a"), ("gpt", "abc"), id=1), chat(("user", "say a"), ("assistant", "abc"))),
+        (turns(("user", "b"), ("assistant", "c"), system="be short"), chat(system, ("user", "b"), ("assistant", "c"))),
+        (alpaca | {"text": "x"}, chat(("user", "add\n\n1 2"), ("assistant", "3"))),
+        (alpaca | {"input": "", "system": "be short"}, chat(system, ("user", "add"), ("assistant", "3"))),
+    ]
+    other = loaded(written(tmp_path, *(record for record, _ in same), name="other.jsonl"))
+    own = loaded(written(tmp_path, *(record for _, record in same)))
+    assert other.fingerprint == own.fingerprint
+    assert "fields that are part of no text: 'id' (1), 'text' (1)" in str(other)
+    weighed = turns(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
+    weighed["conversations"][1]["weight"] = 0
+    dataset = loaded(written(tmp_path, weighed, *CONVERSATIONS))
+    found = unpacked(dataset.train, 64) + unpacked(dataset.validation, 64)
+    assert "d\0" in {answers for _, answers in found}
+
+
 def test_rows_are_packed_with_whole_conversations():
     rows = pack(np.array([5, 3, 6, 2, 1, 8]), room=8)
     assert rows == ((0, 1), (2, 3), (4,), (5,))
@@ -162,6 +185,13 @@ BAD = {
         {"text": "x"},
         "line 2 of {path} has neither 'messages' nor 'prompt' and 'completion' (it has 'text')",
     ),
+    "conversations of text": ({"conversations": "x"}, "line 2 of {path}: 'conversations' is 'x': give a list of mes"),
+    "an unknown speaker": (
+        {"conversations": [{"from": "humn", "value": "x"}]},
+        "message 1 is from 'humn': did you mean 'human'? the names are human, gpt, system, user, assistant, tool",
+    ),
+    "no value": ({"conversations": [{"from": "gpt"}]}, "message 1 has no field 'value'"),
+    "no instruction": ({"instruction": "x"}, "line 2 of {path} has no field 'output'"),
     "no messages": ({"messages": []}, "line 2 of {path}: 'messages' is []: give a list of messages"),
     "a message of text": ({"messages": ["hi"]}, "line 2 of {path}: message 1 is str, not an object"),
     "no content": ({"messages": [{"role": "user"}]}, "line 2 of {path}: message 1 has no field 'content'"),

@@ -1,5 +1,6 @@
 """Documents in, the same tokens and the same split out, whatever they came as."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -651,3 +652,23 @@ def test_the_fingerprint_tells_tokens_and_splits_apart(load, tmp_path):
     assert load(copied, validation_fraction=0.2).fingerprint == one.fingerprint
     (copied / "part0" / "file0.txt").write_text("A" * 30)
     assert load(copied, validation_fraction=0.2).fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize("format", ["text", "chat"])
+def test_documents_to_validate_on_may_be_of_their_own(format, tmp_path):
+    def written(name, words):
+        as_line = lambda word: json.dumps({"prompt": word, "completion": word * 9})  # noqa: E731
+        (tmp_path / name).write_text("".join(f"{as_line(w) if format == 'chat' else w * 9}\n" for w in words))
+        return str(tmp_path / name)
+
+    seq_len, files = 8 if format == "text" else 16, (written("train", "abc"), written("valid", "de"))
+    config = data.DataConfig(data=files[0], validation_data=files[1], format=format, token_cache=None)
+    dataset = data.load_dataset(config, seq_len=seq_len)
+    for part, words in [(dataset.train, "abc"), (dataset.validation, "de")]:
+        tokens = part.cut_rows(np.arange(part.num_rows(seq_len=seq_len)), seq_len=seq_len)["targets"]
+        assert {chr(token) for token in tokens[tokens > 10]} == {*words}
+    assert f"; validation on {tmp_path}/valid: " in str(dataset)
+    written("valid", "df")
+    assert data.load_dataset(config, seq_len=seq_len).fingerprint != dataset.fingerprint
+    with pytest.raises(ValueError, match="both say what to validate on: leave out one of them"):
+        dataclasses.replace(config, validation_fraction=0.2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tracemalloc
 
 import jax
@@ -69,6 +70,18 @@ def test_params_of_files_in_half_precision_are_float32_where_nothing_else_is_ask
     loaded = zero.load_hf(tmp_path, mesh=zero.make_mesh(), config=config_of(3, "fp32"))
     assert_params(loaded.params, tensors, FOLDERS["llama"])
     assert {x.dtype for x in jax.tree.leaves(loaded.params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_that_are_not_finite_are_named_with_their_number(dtype, tmp_path):
+    tensors = tensors_of(FOLDERS["llama"], dtype)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, :5] = np.nan
+    tensors["lm_head.weight"][7, 7] = np.inf
+    write(tmp_path, FOLDERS["llama"], tensors)
+    found = r": 5 of 1,152 elements of 'blocks/up', 1 of 1,024 elements of 'head' are NaN or infinite"
+    with pytest.warns(UserWarning, match=f"^{re.escape(str(tmp_path))}{found}: .* Download the files again") as warned:
+        zero.load_hf(tmp_path, mesh=zero.make_mesh(data=4, model=2), config=config_of(3))
+    assert len(warned) == 1
 
 
 @pytest.mark.slow

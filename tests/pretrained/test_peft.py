@@ -151,6 +151,15 @@ def test_adapters_that_mean_something_else_are_refused(changes, message, base, t
         load_peft(tmp_path / "adapters", open_hf(base))
 
 
+def test_adapters_that_are_not_finite_are_named_with_their_number(base, tmp_path):
+    tensors = write_adapters(tmp_path / "adapters", "lora")
+    name = next(key for key in tensors if "layers.1.self_attn.q_proj.lora_A" in key)
+    tensors[name].flat[:3] = [np.nan, np.inf, -np.inf]
+    safetensors.numpy.save_file(tensors, tmp_path / "adapters/adapter_model.safetensors")
+    with pytest.warns(UserWarning, match=r"adapters: 3 of [\d,]+ elements of 'blocks/query/.*' are NaN or infinite"):
+        load_peft(tmp_path / "adapters", open_hf(base))
+
+
 def test_damaged_folders_and_those_of_other_models_are_refused(base, tmp_path):
     source = open_hf(base)
     with pytest.raises(ValueError, match=r"adapter_config.json.*give a folder that PEFT has saved"):

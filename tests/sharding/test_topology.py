@@ -101,9 +101,14 @@ def test_machines_of_one_chip():
     assert [len(topology.devices(name)) for name in ("v5e:1x1", "v6e:1x1")] == [1, 1]
 
 
+def target_config(name):
+    """Returns what the GPU compiler is asked for."""
+    return topology.compiler_target(topology.parse(name))[1]["target_config"]
+
+
 def test_gpu_usable_memory_is_nine_tenths():
     assert topology.HARDWARE["h100"].usable_bytes == 84_978_434_048 * 9 // 10
-    assert "device_memory_size: 8497843404" in topology._target_config(topology.HARDWARE["h100"])
+    assert "device_memory_size: 8497843404" in target_config("h100:1x4")
 
 
 def test_each_hardware_has_a_topology_and_what_its_compiler_asks_for():
@@ -116,7 +121,7 @@ def test_each_hardware_has_a_topology_and_what_its_compiler_asks_for():
 def test_a_gpu_that_is_not_there_has_its_compute_capability():
     cards = {"h100": "major: 9 minor: 0", "l40s": "major: 8 minor: 9", "b300": "major: 10 minor: 3"}
     for name, capability in cards.items():
-        assert capability in topology._target_config(topology.HARDWARE[name])
+        assert capability in target_config(f"{name}:1x4")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ def test_no_terminal_no_escape_codes():
     console.line("[bold]data[/bold] :smile: 3")
     run(console, [1, 2])
     console.close()
-    assert console._live is None
     assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
     assert file.getvalue().splitlines()[0] == "[bold]data[/bold] :smile: 3"
 
@@ -116,10 +115,8 @@ def test_no_terminal_no_escape_codes():
 def test_a_terminal_has_a_bar_with_the_lines_above():
     terminal, lines = Terminal(), []
     console = Console(10, 5, log=lines.append, terminal=terminal)
-    assert console._live
     console.line("[bold]data[/bold] :smile: 3")
     run(console, range(1, 8))
-    console._live.refresh()
     console.close()
     console.line("after")
     shown = terminal.getvalue()
@@ -140,10 +137,10 @@ def test_a_line_longer_than_the_terminal_is_not_broken(monkeypatch):
 
 def test_a_dumb_terminal_has_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    lines = []
-    console = Console(10, 1, log=lines.append, terminal=Terminal())
+    lines, terminal = [], Terminal()
+    console = Console(10, 1, log=lines.append, terminal=terminal)
     run(console, [1])
-    assert console._live is None and len(lines) == 1
+    assert len(lines) == 1 and not terminal.getvalue()
 
 
 def read_or_end(terminal: int) -> bytes:
@@ -159,7 +156,6 @@ def test_on_a_real_terminal():
     leader, follower = os.openpty()
     with os.fdopen(follower, "w") as terminal:
         with contextlib.closing(Console(10, 5, terminal=terminal)) as console:
-            assert console._live
             run(console, [1, 2])
             console.line("done")
     shown = b"".join(iter(lambda: read_or_end(leader), b"")).decode()

@@ -678,7 +678,7 @@ def test_a_model_of_ones_own_needs_all_three(own, capsys):
     assert status == 2 and "--loss is of a model of your own, which needs --loss, --init and --batches: give --b" in err
     status, _, err = run([*COMMAND, "--validation", "mine.py:validation"], capsys)
     assert status == 2 and "--validation is of a model of your own" in err and "--loss and --init and --batches" in err
-    assert "Or leave it out: text is validated on a part of it" in err
+    assert "Of text it is --validation-data PATH" in err
 
 
 def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):

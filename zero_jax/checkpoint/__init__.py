@@ -8,6 +8,7 @@ them, `describe` lists what a checkpoint has without devices, `export` writes sa
 from zero_jax.checkpoint.description import Description, describe
 from zero_jax.checkpoint.exporting import SavedParams, export, open_params, parse_size
 from zero_jax.checkpoint.finding import (
+    best_step,
     check_outside,
     find_checkpoint,
     find_restorable,
@@ -27,6 +28,7 @@ __all__ = [
     "Description",
     "Restored",
     "SavedParams",
+    "best_step",
     "check_outside",
     "describe",
     "export",

@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def export(
       2
     """
     check_arguments(out=out, max_shard_bytes=max_shard_bytes)
-    (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
+    record, folder = _found(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     if folder.exists() and not folder.is_dir():
@@ -144,7 +145,7 @@ def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: b
       >>> sorted(zero.checkpoint.open_params(folder).leaves)
       ['down', 'up']
     """
-    record, _ = find_checkpoint(path, step)
+    record = _found(path, step)
     check_files(record)
     names = {path: _ema_leaf(record, name) if ema else name for name, path in _in_group(record, "params").items()}
     config = record.extra.get("config")
@@ -171,6 +172,13 @@ def parse_size(text: str) -> int:
     if not 1 <= size < math.inf:
         raise ValueError(f"size {text!r}: give a number of bytes such as 5GB or 512MiB")
     return int(size)
+
+
+def _found(path: str | os.PathLike[str], step: int | None) -> Record:
+    record, passed_over = find_checkpoint(path, step)
+    for reason in passed_over:
+        warnings.warn(f"checkpoint passed over: {reason}", stacklevel=3)
+    return record
 
 
 def _tensors(record: Record, *, dtype: str | None, ema: bool) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from etils import epath
 
@@ -84,6 +85,32 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
     return [record.step for record in list_records(directory)]
 
 
+def best_first(records: Sequence[Record]) -> list[Record]:
+    """Returns the records that have a finite validation loss, by that; of equal losses the newer first."""
+    finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
+    return sorted(finite, key=lambda record: (record.loss, -record.step))
+
+
+def best_step(path: str | os.PathLike[str]) -> int:
+    """Returns the step of lowest validation loss in a run's folder or its folder of checkpoints.
+
+    Raises:
+      CheckpointError: no checkpoint there has a validation loss.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state, loss=2.5)
+      ...     saved.save(2, state, loss=3.0)
+      >>> zero.checkpoint.best_step(folder)
+      1
+    """
+    folder = steps_folder(path)
+    best = best_first(list_records(folder))
+    if not best:
+        raise CheckpointError(f"no checkpoint in {folder} has a validation loss: give the number of a step, or none")
+    return best[0].step
+
+
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Returns the newest step with a complete save, or None; see `list_steps`.
 
@@ -103,12 +130,16 @@ def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
     return inner if inner.is_dir() else resolve_folder(path)
 
 
-def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tuple[Record, list[str]]:
+def find_checkpoint(
+    path: str | os.PathLike[str], step: int | None = None, *, accept: Callable[[Record], object] = lambda _: None
+) -> tuple[Record, list[str]]:
     """Finds a checkpoint from a run's folder, its folder of checkpoints or the step's folder itself.
 
     Args:
       path: the path of one of these folders.
       step: the step; None takes the newest whose record is valid and of its folder's step.
+      accept: called with the record; raises a `CheckpointError` for a checkpoint that cannot be read, which is then
+        passed over, unless it is asked for.
 
     Returns:
       Its record, and why newer ones were passed over.
@@ -126,23 +157,28 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     """
     check_arguments(step=step)
     folder = resolve_folder(path)
+
+    def accepted(folder: epath.Path) -> Record:
+        accept(record := read_record(folder))
+        return record
+
     if step is None and (folder / RECORD_FILE).exists():
-        return read_record(folder), []
+        return accepted(folder), []
     # A run may have the name of a step: its folder has steps in it.
     if (name := STEP.fullmatch(folder.name)) and folder.is_dir() and not list_step_folders(folder):
         if step not in (None, int(name[1])):
             raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
-        return read_record(folder), []
+        return accepted(folder), []
     folder = steps_folder(folder)
     steps = list_step_folders(folder)
     if not steps or step not in (None, *steps):
         raise CheckpointError(missing_message(folder, steps, step))
     if step is not None:
-        return read_record(step_folder(folder, step)), []
+        return accepted(step_folder(folder, step)), []
     problems: dict[int, str] = {}
     while untried := [number for number in steps if number not in problems]:
         try:
-            return read_record(step_folder(folder, untried[-1])), [*problems.values()]
+            return accepted(step_folder(folder, untried[-1])), [*problems.values()]
         except CheckpointRemoved:
             steps = list_step_folders(folder)  # a run has deleted it, or saved it again
         except CheckpointError as error:

@@ -161,16 +161,23 @@ def verify(record: Record) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def failed_elsewhere(processes: str) -> CheckpointError:
-    """Returns the error to raise where other processes cannot read a checkpoint."""
-    return CheckpointError(f"process {processes} could not read it (see its log)")
+def agreement_to_read() -> Agreement:
+    """Returns a context in which a checkpoint that one process cannot read is one that none can.
+
+    Other errors of one process, such as memory that ends, are of all: none goes on to an older checkpoint alone.
+    """
+
+    def failure(processes: str) -> CheckpointError:
+        return CheckpointError(f"process {processes} could not read it (see its log)")
+
+    return Agreement(failure, of=(CheckpointError, CheckpointRemoved))
 
 
 def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
     """Reads leaves onto devices, each with the sharding of its name, and verifies their fingerprints."""
     stored: dict[str, Array] = {}
     # Fingerprints are computed by all processes together: none may be left waiting for one that cannot read.
-    with Agreement(failed_elsewhere):
+    with agreement_to_read():
         for name, x in _read_ahead(record, shardings):
             stored[name] = x
     # Before `decode`: fingerprints are of the stored form.

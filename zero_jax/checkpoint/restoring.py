@@ -28,10 +28,10 @@ from zero_jax.checkpoint.finding import (
     step_folder,
     steps_folder,
 )
-from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
+from zero_jax.checkpoint.leaf_files import agreement_to_read, check_files, check_index, read_arrays
 from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record
 from zero_jax.checkpoint.saved_state import dtype_name, opt_state_classes, saved_leaves
-from zero_jax.core.agreement import Agreement, agree_on, from_first_process
+from zero_jax.core.agreement import agree_on, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
@@ -177,7 +177,7 @@ class _Restore:
 
     def load_step(self, path: epath.Path) -> tuple[Record, TrainState]:
         """Loads a step's folder, in all processes or in none."""
-        with Agreement(failed_elsewhere):
+        with agreement_to_read():
             record = read_record(path)
             try:
                 self.accept(record.extra)
@@ -198,7 +198,7 @@ class _Restore:
             classes = {} if self.params_only else opt_state_classes(sharded)
             _check_leaves(record, stored, classes, params_only=self.params_only)
         except ValueError:
-            with Agreement(failed_elsewhere):
+            with agreement_to_read():
                 check_index(record)  # of another model, or damaged?
             raise
         arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)

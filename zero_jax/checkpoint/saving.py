@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import numbers
 import operator
 import os
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.checkpoint.array_writes import ArrayWrites
-from zero_jax.checkpoint.finding import list_records, list_steps
+from zero_jax.checkpoint.finding import best_first, list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
-from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
+from zero_jax.core.agreement import Agreement, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
@@ -227,7 +226,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
         folder = self._folder.writing(step) / STATE
         try:
-            with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
+            with Agreement():
                 classes = opt_state_classes(state)
                 record = record_to_json(step=step, loss=loss, leaves=leaves, classes=classes, extra=extra or {})
                 if _is_primary():
@@ -295,9 +294,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             self._lock.take()
             # A link to a checkpoint elsewhere is the user's: it is neither deleted nor counted.
             records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
-            finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
-            # Of equal losses the newer.
-            best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
+            best = best_first(records)[: self._config.keep_best]
             # Where a run went back, as from a damaged checkpoint, those of later steps do not count for it.
             before, num = [record for record in records if record.step <= step], self._config.keep_last
             kept = {record.step for record in [*before[-num:], *records[-num:], *best]}

@@ -106,7 +106,8 @@ def _add_own(group: Any, row: dict[str, Any]) -> None:
     if kind:
         limits = limits_of(name.lstrip("-").replace("-", "_"))
         limits["place"] = row.pop("place", "local" if kind == "path" else limits["place"])
-        field = FieldKind(types=(_TYPES[kind],), is_optional=row.pop("is_optional", False))
+        words = tuple(row.pop("or", ()))
+        field = FieldKind(types=(_TYPES[kind],), is_optional=row.pop("is_optional", False), other_words=words)
         row["type"] = reader(field, lowest=row.pop("lowest", None), **limits)
     if "choices_of" in row:
         row["choices"] = tuple(choice for source in row.pop("choices_of") for choice in _choices(source))

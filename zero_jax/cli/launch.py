@@ -10,6 +10,7 @@ from zero_jax.cli.options import field_values, with_config_file
 from zero_jax.cli.run_config import read_config
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.output import unstalled
 
 _PYTHONS = ("python", "python3")
 
@@ -27,7 +28,7 @@ def launch_command(options: argparse.Namespace) -> int:
             )
     result = launch(command, config=config)
     if result.status:
-        print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
+        print(f"zero-jax launch: {result}", file=unstalled(sys.stderr), flush=True)
     return result.status
 
 

@@ -9,7 +9,16 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import describe, export, find_restorable, parse_size, restore
+from zero_jax.checkpoint import (
+    best_step,
+    describe,
+    export,
+    find_checkpoint,
+    find_restorable,
+    parse_size,
+    resolve_folder,
+    restore,
+)
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.models.adapters import LoraConfig, choose_lora, export_adapters, merged_params
 from zero_jax.cli.models.own import import_own_model, read_own_model
@@ -101,7 +110,7 @@ def inspect(options: argparse.Namespace) -> int:
         return 0
     of_model = [option_of(name) for name in option_fields("LoraConfig")]
     refuse(options, of_model, reason="that is of a model: give --model or --from-hf instead of PATH, or leave it out")
-    description = describe(options.path, step=options.step, verify_leaves=options.verify)
+    description = describe(options.path, step=_step(options), verify_leaves=options.verify)
     print_result(options, description)
     return 1 if description.problems else 0  # so that a script sees damage
 
@@ -116,23 +125,40 @@ def export_params(options: argparse.Namespace) -> int:
             raise ValueError(f"--dtype {options.dtype}: with --merged give one of {names}, or leave it out")
     elif options.to_hf is not None or options.to_peft is not None:
         refuse(options, ("--force", "--no-force"), reason="this writes over nothing: give a new folder")
-    settings = {"step": options.step, "dtype": options.dtype, "ema": options.ema}
     if options.to_peft is not None:
         refuse(options, ("--merged", "--no-merged", "--max-shard-size"), reason="--to-peft writes the adapters alone")
-        print_result(options, export_adapters(options.path, options.to_peft, settings, _run_options(options)))
-        return 0
+    results: list[Any] = []
+
+    def write(record: Any) -> None:
+        is_step = record.path == resolve_folder(options.path)
+        results.append(_export(options, step=None if is_step else record.step))
+
+    # As `restore` does, and with it `evaluate` and `sample`.
+    _, passed_over = find_checkpoint(options.path, _step(options), accept=write)
+    for reason in passed_over:
+        log_line(f"checkpoint passed over: {reason}")
+    print_result(options, results[0])
+    return 0
+
+
+def _export(options: argparse.Namespace, *, step: int | None) -> object:
+    settings = {"step": step, "dtype": options.dtype, "ema": options.ema}
+    if options.to_peft is not None:
+        return export_adapters(options.path, options.to_peft, settings, _run_options(options))
     limit, params = parse_size(options.max_shard_size), None
     if options.merged:
-        params = merged_params(options.path, step=options.step, dtype=options.dtype, options=_run_options(options))
+        params = merged_params(options.path, step=step, dtype=options.dtype, options=_run_options(options))
     if options.to_hf is not None:
-        result = export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
-    elif params is None:
-        result = export(options.path, options.out, **settings, max_shard_bytes=limit, force=options.force)
-    else:
-        tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
-        result = save_tensors(options.out, params, tensors, dtype=options.dtype, max_file_bytes=limit)
-    print_result(options, result)
-    return 0
+        return export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
+    if params is None:
+        return export(options.path, options.out, **settings, max_shard_bytes=limit, force=options.force)
+    tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
+    return save_tensors(options.out, params, tensors, dtype=options.dtype, max_file_bytes=limit)
+
+
+def _step(options: argparse.Namespace) -> int | None:
+    """Returns the step that the options ask for, None for the newest."""
+    return best_step(options.path) if options.step == "best" else options.step
 
 
 def _run_options(options: argparse.Namespace) -> argparse.Namespace:
@@ -206,7 +232,7 @@ def _find(options: argparse.Namespace, *more: str) -> _Source:
     file = find_run_config(options.path)
     if file is not None:
         run = read_run_options(file, options.known["train"], *more)
-        return _Source(run=run, path=options.path, is_run=True, step=options.step)
+        return _Source(run=run, path=options.path, is_run=True, step=_step(options))
     config = user_path(options.path) / "config.json"
     if not config.is_file():
         raise ValueError(

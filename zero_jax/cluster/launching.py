@@ -24,6 +24,7 @@ from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.preemption import put_back
 from zero_jax.cluster.processes import Ending, Launch, LaunchConfig, Round, run_round
 from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
+from zero_jax.core.output import unstalled
 
 STARTED_AFTER = "ZERO_JAX_STARTED_AFTER_FILE"
 ENDED_WITH = "ZERO_JAX_ENDED_WITH_FILE"
@@ -172,9 +173,10 @@ def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
     Stdout of process 0 goes to stdout unchanged. All other output goes to stderr, line by line, prefixed with the
-    number of the process. If a process fails, the others get SIGTERM, and SIGKILL after the grace; with
-    `config.min_processes` the command is then started again, as `Elastic` decides. SIGINT, SIGTERM and SIGHUP are
-    passed on, and end the launch; the second one kills. No process is left behind.
+    number of the process. Where nothing reads it lines are dropped after some seconds. If a process fails, the others
+    get SIGTERM, and SIGKILL after the grace; with `config.min_processes` the command is then started again, as
+    `Elastic` decides. SIGINT, SIGTERM and SIGHUP are passed on, and end the launch; the second one kills. No process is
+    left behind.
 
     Args:
       command: the program and its arguments.
@@ -188,7 +190,8 @@ def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
       >>> zero.cluster.launch(["true"], config=config).status
       0
     """
-    merger = Merger(sys.stdout, sys.stderr)
+    # A reader that stops reading would stop the processes, each at its next line, and a signal would not be noticed.
+    merger = Merger(unstalled(sys.stdout), unstalled(sys.stderr))
     events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()
     elastic = Elastic(config)
     size: int | None = config.num_processes

@@ -55,7 +55,6 @@ class _Beat:
     phase: str
     step: int | None
     clock_seconds: float
-    wall_seconds: float
     pardoned_seconds: float = 0.0  # that do not count
 
 
@@ -131,7 +130,7 @@ class Watchdog:
         if self._error is not None:
             raise RuntimeError("the watchdog does not watch any more: one of its threads failed") from self._error
         at = None if step is None else operator.index(step)  # an int, which JSON has a form for
-        self._beat = _Beat(str(phase), at, time.monotonic(), time.time())
+        self._beat = _Beat(str(phase), at, time.monotonic())
 
     def check(self) -> None:
         """Checks once how long ago the last beat was; the thread does so regularly."""
@@ -197,7 +196,9 @@ class Watchdog:
 
     def _write_heartbeat(self) -> None:
         beat = self._beat
-        heartbeat = {"phase": beat.phase, "step": beat.step, "beat_time": beat.wall_seconds, "alive_time": time.time()}
+        now = time.time()  # one reading for both: a clock that is set in between would make a beat of any age
+        beat_time = now - (time.monotonic() - beat.clock_seconds)
+        heartbeat = {"phase": beat.phase, "step": beat.step, "beat_time": beat_time, "alive_time": now}
         heartbeat |= {"every_seconds": self._interval, "pid": os.getpid()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -145,9 +145,18 @@ def _is_known_to_all(error: BaseException | None) -> bool:
 class Agreement(contextlib.AbstractContextManager):
     """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
-    def __init__(self, failure: Callable[[str], Exception] | None = None, *, turns: Turns | None = None):
-        """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all."""
-        self._failure, self._turns = failure, turns
+    def __init__(
+        self,
+        failure: Callable[[str], Exception] | None = None,
+        *,
+        of: Sequence[type[Exception]] = (),
+        turns: Turns | None = None,
+    ):
+        """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all.
+
+        With `of` it is theirs where all that failed have raised one of these; others are an `OtherProcessFailed`.
+        """
+        self._failure, self._turns, self._of = failure, turns, [kind.__name__ for kind in of]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         # KeyboardInterrupt and SystemExit end this process at once: a turn would wait for the others, for up to an
@@ -161,7 +170,8 @@ class Agreement(contextlib.AbstractContextManager):
         try:
             turns.take()
         except OtherProcessFailed as failed:
-            if self._failure is None or not failed.errors:
+            kinds = {why.partition(":")[0] for why in failed.errors.values()}
+            if self._failure is None or not failed.errors or (self._of and not kinds <= {*self._of}):
                 raise
             raise known_to_all(self._failure(", ".join(map(str, failed.errors)))) from failed
 

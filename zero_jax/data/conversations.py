@@ -1,9 +1,10 @@
 """Conversations and instructions from JSON Lines: only answers are targets, and no conversation is split over rows.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}` or `{"prompt": ..., "completion": ...}`.
-Messages are rendered by the tokenizer's chat template. Without one, a message becomes `<|role|>`, a line break, its
-content and a line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document
-instead. A prompt and its completion have no markers. Other fields are counted.
+A line is `{"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}` or `{"prompt": ..., "completion": ...}`,
+or has the fields of ShareGPT or Alpaca, which become messages. Messages are rendered by the tokenizer's chat template.
+Without one, a message becomes `<|role|>`, a line break, its content and a line break; an answer (role `assistant`, or a
+completion) ends with the tokenizer's end of document instead. A prompt and its completion have no markers. Other fields
+are counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from zero_jax.core.text_tables import quoted
 from zero_jax.data.chat_template import ChatTemplate, Renderer, Turn
 from zero_jax.data.documents import json_lines
-from zero_jax.data.messages import IDENTITIES, MARKS, SpecialTexts, checked, marked, string
+from zero_jax.data.messages import IDENTITIES, MARKS, SpecialTexts, as_messages, checked, marked, string
 from zero_jax.data.parts import Dataset, hash_of, lowest_that_fit
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
@@ -138,6 +139,7 @@ class _Reader(contextlib.ExitStack):
 
     def tokenized(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a conversation, and which are of learned answers or their ends; raises `ValueError`."""
+        record = as_messages(record, where)
         if "messages" in record:
             self.num_unused.update(map(quoted, record.keys() - {"messages", "tools"}))
             return self._of_messages(record, where)
@@ -149,7 +151,8 @@ class _Reader(contextlib.ExitStack):
         fields = ", ".join(map(quoted, list(record)[:8])) or "none"
         raise ValueError(
             f"{where} has neither 'messages' nor 'prompt' and 'completion' (it has {fields}): write one of them, "
-            "or read plain text with --format jsonl"
+            "'conversations' as ShareGPT has them, or 'instruction' and 'output' as Alpaca, or read plain text with "
+            "--format jsonl"
         )
 
     def _of_messages(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +206,7 @@ def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -
     """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
     hashes, lengths = np.array([hash_of(x.tobytes()) for x in tokens], np.uint64), np.array([len(x) for x in tokens])
     chosen = lowest_that_fit(hashes, lengths, int(fraction * int(lengths.sum())))
-    if not chosen.any() or (chosen.all() and fraction < 1):
+    if (not chosen.any() and fraction) or (chosen.all() and fraction < 1):
         raise ValueError(
             f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "
             f"{int(chosen.sum()):,} fit into the validation_fraction of {fraction}: give more, or another fraction"

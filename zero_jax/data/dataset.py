@@ -42,6 +42,7 @@ class DataConfig:
       token_cache: folder where the tokens of a text are cached; `default` is zero_jax in the user's cache folder, none
         keeps them in memory.
       validation_fraction: share of the tokens for validation: entire documents, or the end of a single one.
+      validation_data: documents to validate on, all of them, in the form of `data`, of which all is trained on then.
       separate_documents: give the model the document of each token (`segments`), so that attention stays within it;
         otherwise tokens attend to the documents before theirs. The loss never crosses documents either way.
       prefetch_batches: batches to read while the devices compute.
@@ -60,6 +61,7 @@ class DataConfig:
     token_dtype: TokenDtype = "uint16"
     token_cache: str | None = "default"
     validation_fraction: float = 0.1
+    validation_data: str | None = None
     separate_documents: bool = False
     prefetch_batches: int = 2
     streaming: bool = True
@@ -72,7 +74,12 @@ class DataConfig:
                 f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 "
                 "and 1, 0.1 for example"
             )
-        for name in ("data", "text_field", "tokenizer", "token_cache"):
+        if self.validation_data is not None and self.validation_fraction != DataConfig.validation_fraction:
+            raise ValueError(
+                f"validation_data={self.validation_data!r} and validation_fraction={self.validation_fraction} both say "
+                "what to validate on: leave out one of them"
+            )
+        for name in ("data", "text_field", "tokenizer", "token_cache", "validation_data"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}='' says nothing: leave it out for {getattr(DataConfig, name)!r}")
 
@@ -114,7 +121,24 @@ def load_dataset(
         with another tokenizer, or there are too few for a row.
     """
     check_arguments(seq_len=seq_len)
-    folder, fraction = user_path(config.data), 1.0 if held_out else config.validation_fraction
+    if held_out or config.validation_data is None:
+        return _load(config, 1.0 if held_out else config.validation_fraction, seq_len, tokenizer, log)
+    loaded = _load(config, 0.0, seq_len, tokenizer, log)
+    other = dataclasses.replace(config, data=config.validation_data, validation_data=None)
+    validation = _load(other, 1.0, seq_len, loaded.tokenizer, log)
+    return dataclasses.replace(
+        loaded,
+        # Its vocabulary may be larger: of conversations it has the special tokens that they use.
+        tokenizer=validation.tokenizer,
+        validation=validation.validation,
+        fingerprint=hashlib.sha256(f"{loaded.fingerprint} {validation.fingerprint}".encode()).hexdigest()[:32],
+        notes=(*loaded.notes, f"validation on {validation}"),
+    )
+
+
+def _load(config: DataConfig, fraction: float, seq_len: int, tokenizer: Tokenizer | None, log: Log) -> Dataset:
+    """Loads a data set, a fraction of its tokens for validation: 0 for none, 1 for all of them."""
+    folder = user_path(config.data)
 
     def chosen(own: str = "bytes") -> Tokenizer:
         return tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
@@ -127,7 +151,7 @@ def load_dataset(
     num_left_out, is_hub = 0, config.data.startswith(HUB)
     if is_hub and config.format not in ("auto", "text"):
         raise ValueError(f"format={config.format!r}: {config.data} has rows: leave it out, or give 'chat'")
-    if is_hub and config.streaming and not held_out:
+    if is_hub and config.streaming and fraction < 1:
         how = {"text_field": config.text_field, "seq_len": seq_len, "validation_fraction": fraction}
         return open_stream(config.data, chosen(), **how)
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
@@ -145,9 +169,10 @@ def load_dataset(
         how = {"text_field": config.text_field, "token_dtype": config.token_dtype}
         tokens = read_tokens(source, tokenizer, **how, cache=config.cache, log=log)
     train, validation = split_documents(tokens, validation_fraction=fraction)
-    if not held_out:
+    if fraction < 1:
         train.check_size(name, "training", seq_len)
-    validation.check_size(name, "validation", seq_len)
+    if fraction:
+        validation.check_size(name, "validation", seq_len)
     return Dataset(
         name=name,
         tokenizer=tokenizer,

@@ -26,6 +26,44 @@ _OF_CALLS = ("id", "type", "index", "function")
 _TOOLS = "tools"
 
 
+# Names of the roles in data of ShareGPT's form, and the fields of Alpaca's.
+_SPEAKERS = {"human": "user", "gpt": ANSWER} | {role: role for role in ROLES}
+_ALPACA = ("instruction", "input", "output")
+
+
+def as_messages(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns a record of the form of ShareGPT or Alpaca with `messages`, any other as it is.
+
+    ShareGPT has `conversations` of `from` and `value`, Alpaca an `instruction`, maybe an `input`, and an `output`; both
+    may have a `system`.
+    """
+    if "conversations" in record and "messages" not in record:
+        turns, own = record["conversations"], ("conversations", "system")
+        if not isinstance(turns, list):
+            raise ValueError(f"{where}: 'conversations' is {quoted(turns)}: give a list of messages")
+        messages = [_of_sharegpt(turn, f"{where}: message {number}") for number, turn in enumerate(turns, 1)]
+    elif "instruction" in record and not record.keys() & {"messages", "prompt", "completion"}:
+        own, given = (*_ALPACA, "system"), [name for name in _ALPACA[:2] if record.get(name) not in (None, "")]
+        text = "\n\n".join(string(record, name, where) for name in given)
+        messages = [{"role": "user", "content": text}, {"role": ANSWER, "content": string(record, "output", where)}]
+    else:
+        return record
+    if record.get("system"):
+        messages = [{"role": "system", "content": string(record, "system", where)}, *messages]
+    return {name: value for name, value in record.items() if name not in own} | {"messages": messages}
+
+
+def _of_sharegpt(turn: Any, place: str) -> Any:
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn  # which `checked` takes as a message, or refuses
+    speaker, content = string(turn, "from", place), string(turn, "value", place)
+    if speaker not in _SPEAKERS:
+        hint = did_you_mean(speaker, _SPEAKERS)
+        raise ValueError(f"{place} is from {quoted(speaker)}: {hint}the names are {', '.join(_SPEAKERS)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**others, "role": _SPEAKERS[speaker], "content": content}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A conversation that was checked."""

@@ -55,7 +55,7 @@ def open_stream(
     table = open_table()
     shape = (data, text_field, tokenizer.fingerprint, sorted(map(str, (table.features or {}).items())))
     wanted, documents, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
-    for number, record in enumerate(read_rows(table, data), 1):
+    for number, record in enumerate(read_rows(table, data) if validation_fraction else (), 1):
         content = record_text(record, text_field, f"row {number} of {data}").text
         if content and hash_of(content.encode()) < validation_fraction * _HASHES:
             documents.append(_tokens(content, tokenizer))
@@ -63,7 +63,8 @@ def open_stream(
         if size > wanted:
             break
     validation = _part(documents)
-    validation.check_size(data, "validation", seq_len)
+    if validation_fraction:
+        validation.check_size(data, "validation", seq_len)
     digest = hashlib.sha256(repr((shape, validation_fraction)).encode())
     for tokens in documents:
         digest.update(np.ascontiguousarray(tokens, "<u4").tobytes())

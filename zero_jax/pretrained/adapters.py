@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.checkpoint import open_params
 from zero_jax.core.close_match import did_you_mean
@@ -30,7 +31,7 @@ from zero_jax.finetuning import Lora
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import hf_config, tensor_names
 from zero_jax.models.tensor_name import TensorName
-from zero_jax.pretrained.loading import HFModel, Pretrained
+from zero_jax.pretrained.loading import HFModel, Pretrained, warn_of_nonfinite
 from zero_jax.pretrained.mapping import match
 from zero_jax.pretrained.saving import FolderToWrite, SavedHF, check_shapes, run_decoder, save_arrays, write_folder
 from zero_jax.training import TrainState
@@ -230,6 +231,8 @@ def load_peft(
             adapters.setdefault(target, {})[part] = values
     for tensor in tensors.values():
         tensor.check()  # or values of two versions of the file are mixed
+    counts = {name: int(np.sum(~np.isfinite(x))) for name, x in leaves_by_name(adapters).items()}
+    warn_of_nonfinite(path, adapters, {name: count for name, count in counts.items() if count})
     return LoadedAdapters(lora=lora, adapters=adapters)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,9 @@ from zero_jax.pretrained.folder import TOKENIZER, read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training import ZeroConfig, make_placement
+from zero_jax.training import ZeroConfig, make_placement, nonfinite_counts
+
+_SHOWN = 4  # leaves of a warning
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,8 @@ class HFModel:
     def load(self, mesh: Mesh, config: ZeroConfig, *, dtype: Any = None) -> PyTree:
         """Reads the params onto a mesh, as `load_hf` does."""
         shapes = jax.eval_shape(functools.partial(decoder.init, self.config), key_shape())
-        return _load(shapes, self.leaves, mesh=mesh, config=self.with_specs(mesh, config), dtype=dtype)
+        config = self.with_specs(mesh, config)
+        return _load(self.folder, shapes, self.leaves, mesh=mesh, config=config, dtype=dtype)
 
     def with_specs(self, mesh: Mesh, config: ZeroConfig) -> ZeroConfig:
         """Returns a config with the decoder's specs, where the mesh has an axis `model` and the config no specs."""
@@ -280,10 +284,18 @@ def load_tensors(
     paths = {path: tuple(x.shape) for path, x in leaves_by_name(shapes).items()}
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
         leaves = match(folder, read_tensors(folder), paths, names)
-    return _load(shapes, leaves, mesh=mesh, config=config, dtype=dtype)
+    return _load(folder, shapes, leaves, mesh=mesh, config=config, dtype=dtype)
 
 
-def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, config: ZeroConfig, dtype: Any) -> PyTree:
+def _load(
+    folder: str | os.PathLike[str],
+    shapes: PyTree,
+    leaves: Mapping[str, LeafTensors],
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+    dtype: Any,
+) -> PyTree:
     placement = make_placement(shapes, mesh=mesh, config=config)
     # Without master params of a dtype of their own the optimizer would update in that of the files, such as bfloat16.
     if dtype is None and resolve_precision(config.precision).master is None:
@@ -296,7 +308,23 @@ def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, conf
         ]
         for tensor in {tensor.path: tensor for leaf in leaves.values() for tensor in leaf.tensors.values()}.values():
             tensor.check()  # or values of two versions of a file are mixed
-    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    params = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    warn_of_nonfinite(folder, params, nonfinite_counts(params, mesh=mesh))
+    return params
+
+
+def warn_of_nonfinite(folder: str | os.PathLike[str], params: PyTree, counts: Mapping[str, int]) -> None:
+    """Warns of params that were read with NaN or infinities, by their number in each leaf."""
+    if not counts:
+        return
+    leaves = leaves_by_name(params)
+    shown = [f"{count:,} of {leaves[path].size:,} elements of {path!r}" for path, count in counts.items()]
+    more = f", and some of {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    warnings.warn(
+        f"{os.fspath(folder)}: {', '.join(shown[:_SHOWN])}{more} are NaN or infinite: so is the loss where the model "
+        "uses them. Download the files again; where they are so at their source, take another checkpoint",
+        stacklevel=3,
+    )
 
 
 def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:

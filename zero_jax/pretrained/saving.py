@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from jax import Array, Shard
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
-from zero_jax.core.files.partial_folder import hidden_path, partial_folder, publish
+from zero_jax.core.files.partial_folder import hidden_folder, partial_folder, publish, remove_abandoned
 from zero_jax.core.files.safetensors import MODEL_FILE, StoredTensor, Tensor, create_files
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
@@ -200,25 +199,20 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
 
     def begin() -> str:
         _check_free(target)
-        parts = hidden_path(target, "parts")  # the files of all processes
         try:
-            parts.mkdir(parents=True)
+            return str(stack.enter_context(hidden_folder(target, "parts")))  # the files of all processes
         except OSError as error:
             raise ValueError(f"cannot write {target}: {with_remedy(error)}") from error
-        return str(parts)
 
     def write() -> str:
         complete = pieces | _pieces_of_parts(parts, divided)
         return json.dumps(dataclasses.asdict(write_folder(folder, leaves, complete, parts=parts)))
 
-    parts = pathlib.Path(from_first_process(begin))
-    try:
+    with contextlib.ExitStack() as stack:
+        parts = pathlib.Path(from_first_process(begin))
         with Agreement(lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")):
             _write_parts(parts / str(jax.process_index()), divided.values())
         return SavedHF(**json.loads(from_first_process(write)))
-    finally:
-        if jax.process_index() == 0:
-            shutil.rmtree(parts, ignore_errors=True)
 
 
 def write_folder(
@@ -287,6 +281,7 @@ def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str,
 def _check_free(target: pathlib.Path, parts: pathlib.Path | None = None) -> None:
     """Raises `ValueError` for a folder with more than `parts` in it, or below a checkpoint: nothing is overwritten."""
     check_outside(target)
+    remove_abandoned(target)
     # A link to a folder is one. A folder cannot be renamed to a link to nothing.
     if os.path.lexists(target) and not os.path.isdir(target):
         raise ValueError(f"{target} is no folder: choose another one")

@@ -39,6 +39,7 @@ from zero_jax.training.state.checks import (
     NonfiniteState,
     check_is_state,
     check_not_donated,
+    nonfinite_counts,
     nonfinite_leaves,
     remember_copies,
     warn_of_lost_copies,

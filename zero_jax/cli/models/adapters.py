@@ -172,6 +172,7 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
         params_only=True,
         log=log_line,
     )
+    log_line(f"params of step {restored.step} of {path}")
     return lora.merge(restored.state, dtype=dtype)
 
 

@@ -11,7 +11,6 @@ import jax
 
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.options import explicit, field_values, option_of, refuse
-from zero_jax.core.close_match import missing_here
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.planning import resolve
@@ -47,7 +46,7 @@ class OwnModelConfig:
         set_names = [name for name, reference in vars(self).items() if reference]
         missing = [option_of(name) for name in _NEEDED if name not in set_names]
         if set_names and missing:
-            of_text = f". Or leave it out: {missing_here('validation_data')}" if set_names == ["validation"] else ""
+            of_text = ". Of text it is --validation-data PATH" if set_names == ["validation"] else ""
             raise ValueError(
                 f"{option_of(set_names[0])} is of a model of your own, which needs --loss, --init and --batches: give "
                 f"{' and '.join(missing)} too{of_text}".rstrip(". ")

@@ -5,31 +5,59 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.user_cache import HIDDEN, in_use, remove_unused
 
 
-def hidden_path(target: pathlib.Path, kind: str) -> pathlib.Path:
-    """Returns a new hidden path for what is to become `target`: beside it, or in it where it is a folder already."""
-    # In it, as it may be a mount, beside which another disk is. Not by the number of the process, which others have in
-    # containers that share a file system, and other threads.
-    return (target if os.path.isdir(target) else target.parent) / f".{target.name}.{kind}-{uuid.uuid4().hex[:12]}"
+@contextlib.contextmanager
+def hidden_folder(target: pathlib.Path, kind: str) -> Iterator[pathlib.Path]:
+    """Makes a hidden folder for what is to become `target`, and removes what is left of it.
+
+    So it does with what a process has left that was killed, where the file system has locks. `OSError`s are the body's.
+    """
+    folder = _beside(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target)
+    with contextlib.ExitStack() as stack:
+        path = None
+        while path is None:
+            # Not by the number of the process, which others have in containers that share a file system, and other
+            # threads.
+            new = folder / f"{HIDDEN}{kind}-{target.name}-{uuid.uuid4().hex[:12]}"
+            new.mkdir()
+            with contextlib.suppress(FileNotFoundError):  # another process has taken it for one that was abandoned
+                stack.enter_context(in_use(new))
+                path = new
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        yield path
+
+
+def remove_abandoned(target: pathlib.Path) -> None:
+    """Removes hidden folders for `target` that no process has in use: of those that were killed."""
+    with contextlib.suppress(OSError):
+        for path in _beside(target).iterdir():
+            if re.fullmatch(rf"{re.escape(HIDDEN)}[a-z]+-{re.escape(target.name)}-[0-9a-f]{{12}}", path.name):
+                remove_unused(path)
+
+
+def _beside(target: pathlib.Path) -> pathlib.Path:
+    # In it where it is a folder already: it may be a mount, beside which another disk is.
+    return target if os.path.isdir(target) else target.parent
 
 
 @contextlib.contextmanager
 def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a hidden folder for `target`, whose files the body writes and moves; removes what is left of it."""
-    partial = hidden_path(target, "partial")
     try:
-        partial.mkdir(parents=True)
-        yield partial
+        with hidden_folder(target, "partial") as partial:
+            yield partial
     except OSError as error:
         raise ValueError(f"cannot write {target}: {with_remedy(error)}; nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish(partial: pathlib.Path, target: pathlib.Path, *, removed: Iterable[pathlib.Path] = ()) -> None:

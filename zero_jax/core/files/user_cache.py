@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from zero_jax.core.files.untrusted import open_regular
 
 MAX_BYTES = 2 * 10**9
-_DISCARDED = ".zero_jax-discarded-"  # an entry that is being removed, renamed so that no process starts to read it
-PARTIAL = ".zero_jax-partial-"  # an entry that is being written; a day old, it is removed by `evict_oldest`
+HIDDEN = ".zero_jax-"
+_DISCARDED = f"{HIDDEN}discarded-"  # an entry that is being removed, renamed so that no process starts to read it
+PARTIAL = f"{HIDDEN}partial-"  # an entry that is being written; a day old, it is removed by `evict_oldest`
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -123,7 +124,7 @@ def evict_oldest(
             entries.append((*entry, path))
     excess = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes
     for _, num_bytes, path in sorted(entries):
-        if excess > 0 and path != keep and _remove(path):
+        if excess > 0 and path != keep and remove_unused(path):
             removed.append(path)
             excess -= num_bytes
     return removed
@@ -146,8 +147,8 @@ def _use_and_bytes(path: pathlib.Path) -> tuple[float, int] | None:
         return None
 
 
-def _remove(path: pathlib.Path) -> bool:
-    """Removes an entry that is not in use; returns whether it is gone."""
+def remove_unused(path: pathlib.Path) -> bool:
+    """Removes an entry that is not `in_use`, where the file system has locks; returns whether it is gone."""
     discarded = path.with_name(f"{_DISCARDED}{uuid.uuid4().hex}")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -14,8 +14,6 @@ import io
 import json
 import os
 import pathlib
-import shutil
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, Literal
@@ -23,6 +21,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from etils import epath
 
+from zero_jax.core.files.partial_folder import hidden_folder
 from zero_jax.core.files.untrusted import (
     json_checksum,
     mapping,
@@ -33,7 +32,6 @@ from zero_jax.core.files.untrusted import (
     text,
     whole_number,
 )
-from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.core.text_tables import printable
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
@@ -216,10 +214,8 @@ def make_tokens(
         written.write(chunks)
         tokens = np.frombuffer(stream.getbuffer(), dtype)  # without a copy
         return Tokens(tokens=tokens, offsets=written.offsets, hashes=written.hashes, meta=written.meta)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f"{PARTIAL}{uuid.uuid4().hex}"
-    temporary.mkdir()
-    try:
+    # The cache removes one of a process that was killed, too, whatever it was to become.
+    with hidden_folder(folder, "partial") as temporary:
         with contextlib.nullcontext() if token_file else (temporary / _TOKENS).open("wb") as stream:
             written = _Writer(stream, dtype, meta)
             written.write(chunks)
@@ -231,8 +227,6 @@ def make_tokens(
         except OSError:  # another process was first, or the disk fails
             if not is_token_folder(folder):
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return open_folder(folder, is_cache=is_cache)
 
 

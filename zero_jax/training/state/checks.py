@@ -280,20 +280,32 @@ def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
     as the best value so far of `reduce_on_plateau`.
     """
     groups = {"params": state.params} | ({} if state.master is None else {"master": state.master})
-    leaves = leaves_by_name(groups).items()
-    floating = {name: x for name, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
+    return [*_nonfinite(leaves_by_name(groups), mesh)]
+
+
+def nonfinite_counts(params: PyTree, *, mesh: Mesh) -> dict[str, int]:
+    """Returns how many elements are NaN or infinite, by the paths of the leaves that have any, in every process."""
+    count = jax.jit(
+        lambda x: map_on_device(lambda x: (~_isfinite(x)).sum(dtype=jnp.uint32), [x])[0],
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+    return {name: int(count(x)) for name, x in _nonfinite(leaves_by_name(params), mesh).items()}
+
+
+def _nonfinite(leaves: Mapping[str, jax.Array], mesh: Mesh) -> dict[str, jax.Array]:
+    floating = {name: x for name, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
     if not floating:
-        return []
+        return {}
     check = jax.jit(_are_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
     finite = np.asarray(check(list(floating.values())))
-    return [name for name, is_finite in zip(floating, finite, strict=True) if not is_finite]
+    return {name: floating[name] for name, is_finite in zip(floating, finite, strict=True) if not is_finite}
 
 
 def _are_finite(leaves: Sequence[jax.Array]) -> jax.Array:
     """Returns for each array whether it is all finite: `bool[num_leaves]`, without a copy of any."""
+    return jnp.stack(map_on_device(lambda x: _isfinite(x).all(), leaves))
 
-    def is_finite(x: jax.Array) -> jax.Array:
-        # One-byte types have no `isfinite`.
-        return jnp.isfinite(x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32)).all()
 
-    return jnp.stack(map_on_device(is_finite, leaves))
+def _isfinite(x: jax.Array) -> jax.Array:
+    # One-byte types have no `isfinite`.
+    return jnp.isfinite(x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32))

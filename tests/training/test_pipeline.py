@@ -23,8 +23,9 @@ from zero_jax.models import gpt
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training import StepLoss
-from zero_jax.transforms.pipeline.cut import LayerLoop, layers_outside
+from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.scans import layers_outside
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5
@@ -1390,8 +1391,14 @@ def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_a
         y = jnp.cos(x) if is_one else y
         return jnp.square((x + y) @ params["head"]).mean()
 
-    with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches, or"):
-        lowered(loss_fn, batch=make_batches(1, size=8)[0], stage=1)
+    why = "on a microbatch of one example than on several: give fewer microbatches, or"
+    mesh, batch = zero.make_mesh(pipe=4), make_batches(1, size=8)[0]
+    with pytest.raises(ValueError, match=why):
+        lowered(loss_fn, batch=batch, stage=1)
+    # Each of two devices calls the loss on one example: that is what the report is of.
+    config = make_config(stage=1, num_microbatches=4)
+    report = zero.pipeline_report(loss_fn, init_params(), batch, mesh=mesh, config=config)
+    assert why in report.why_none
 
 
 @pytest.mark.slow
@@ -1437,8 +1444,15 @@ def test_layers_that_kernels_of_attention_make_unequal_are_stages_without_them(w
 
 def test_too_few_layers_with_fused_attention_are_refused_with_as_many_as_there_are():
     fields = {"num_microbatches": 4, "attention": "fused", "pipeline": "circular:4", "mesh": zero.make_mesh(pipe=4)}
-    with pytest.raises(ValueError, match=r"its 8 layers are fewer than 4 stages of 4 groups: choose pipe=2 or less"):
+    why = "its 8 layers are fewer than 4 stages of 4 groups: choose pipe=2 or less"
+    with pytest.raises(ValueError, match=why):
         lowered(with_attention, **fields)
+    mesh = fields.pop("mesh")
+    report = zero.pipeline_report(
+        with_attention, init_params(), make_batches(1)[0], mesh=mesh, config=make_config(**fields)
+    )
+    assert why in report.why_none
+    assert not report.unfused  # attention is not what layers are too few for
 
 
 @pytest.mark.slow
@@ -1581,6 +1595,10 @@ REFUSED = {
     "tokens that are sorted": (
         replaced(lambda x, w: x + by_experts(x.reshape(-1, FEATURES), w).reshape(x.shape)),
         r"examples of a batch are sorted together at .*test_pipeline.*; sort what each example has by itself, by jax.",
+    ),
+    "a loop over examples": (
+        lambda params, batch: jax.lax.map(lambda x: replaced(lambda x, w: x @ w["w"])(params, x), batch).mean(),
+        r"the layers are within the loop at .*test_pipeline.*, which goes through examples: take these together, as by",
     ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),

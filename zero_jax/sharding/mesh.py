@@ -54,6 +54,11 @@ class Axes:
         """The roles as they are within a stage of a pipeline, where no array is sharded over `pipe`."""
         return dataclasses.replace(self, data=self.data_of_stage, pipe=())
 
+    @property
+    def of_device(self) -> Axes:
+        """The roles as they are for the examples of one device, or of one row of stages."""
+        return dataclasses.replace(self, replica=(), data=self.pipe)
+
     def num_stages(self, mesh: Mesh) -> int:
         """Returns the number of stages of a pipeline; 1 without one."""
         return axis_size(mesh, self.pipe)

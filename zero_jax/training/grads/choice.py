@@ -120,6 +120,12 @@ class JudgedLoss:
     aux: CombinedAux  # how its aux is combined
     aux_shapes: PyTree  # the shapes of the aux of the batch
 
+    def shapes_of_part(self, arguments: tuple[PyTree, PyTree, Any], num_parts: int) -> tuple[PyTree, PyTree, Any]:
+        """Returns the arguments of `program` on one of so many parts of a batch, by those of the loss on the batch."""
+        variables, batch, key = arguments
+        counts = jax.eval_shape(self.program.counts, variables, batch, key) if self.separable.on_parts.counts else []
+        return variables, (shapes_of_part(batch, num_parts), counts), key
+
     def warn(self, plan: GradPlan) -> None:
         """Warns if the loss is another one for the plan, if more is sent than asked for, or if aux is left out."""
         self.aux.warn(num_microbatches=plan.num_microbatches, remedy=plan.whole_batch)

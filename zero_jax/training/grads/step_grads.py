@@ -300,10 +300,8 @@ class _ScaledLoss:
         """Returns the function of loss and gradients of a part."""
         loss, plan = self.loss, accumulator.plan
         if not plan.at_use:
-            if plan.is_per_device and plan.once_over:
-                axes = self.placement.axes
-                own = dataclasses.replace(axes, replica=(), data=axes.pipe)
-                program = loss.staged(self.program, own, moved)
+            if plan.sums_to_masters:
+                program = loss.staged(self.program, self.placement.axes.of_device, moved)
                 if accumulator.adds_in_place:
                     return self.adding_grad_fn(program, by_weight=accumulator.by_weight)
                 return self.grad_fn(program)

@@ -21,6 +21,7 @@ from zero_jax.sharding.chains import SENT
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.spec import dims_of, num_shards, without
 from zero_jax.training.batch import shapes_of_batch
+from zero_jax.training.grads.choice import judge
 from zero_jax.training.loss.function import MeshLoss
 from zero_jax.training.loss.param_uses import ParamUses, phase_of, reshards, uses_of_params
 from zero_jax.training.loss.program import StepLoss
@@ -53,7 +54,7 @@ def pipeline_report(
       config: the config of the step, with its microbatches.
 
     Raises:
-      ValueError: the config has other microbatches than the stages of the mesh can have.
+      ValueError: the config has other microbatches than the stages of the mesh can have, or the step refuses the aux.
 
     Example:
       >>> def layers(params, batch):
@@ -72,10 +73,15 @@ def pipeline_report(
 
 
 def _reported_stages(loss: StepLoss, params: PyTree, batch: PyTree) -> PipelineReport:
-    """Returns the report of a loss on a mesh with stages."""
-    program, arguments = PipelinedProgram(loss.to_place(), loss.stages(loss.placement.axes)), loss.shapes(params, batch)
-    with on_mesh(loss.placement.mesh):
-        return dataclasses.replace(program.report(*arguments), unfused=loss.why_unfused(*arguments))
+    """Returns the report of a loss on a mesh with stages, of all examples or, where they run these, a device's."""
+    placement, program, arguments = loss.placement, loss.to_place(), loss.shapes(params, batch)
+    axes, num_parts = placement.axes, 1
+    with on_mesh(placement.mesh):
+        if placement.grad_plan.takes_parts and (judged := judge(loss, arguments)).plan.sums_to_masters:
+            axes, num_parts = axes.of_device, axis_size(placement.mesh, judged.plan.once_over)
+            program, arguments = loss.to_place(judged.program), judged.shapes_of_part(arguments, num_parts)
+        report = PipelinedProgram(program, loss.stages(axes)).report(*arguments, num_parts=num_parts)
+        return dataclasses.replace(report, unfused=loss.why_unfused(*loss.shapes(params, batch, num_parts)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,25 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from zero_jax.dims import (
-    CASTS,
-    SAME,
-    SAME_ELEMENTS,
-    Kind,
-    Pair,
-    Relation,
-    TraceComparison,
-    is_contraction,
-    is_float,
-)
+from zero_jax.dims import CASTS, SAME, SAME_ELEMENTS, Kind, Pair, Relation, TraceComparison
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
+from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace, is_never_kept
+from zero_jax.transforms.pipeline.scans import ROLLED, layer_scans, same_scans
 from zero_jax.transforms.separable.separability import operations
 
 # A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
@@ -57,9 +47,6 @@ OF_ONE = (
     "loss_fn does something else on a microbatch of one example than on several: give fewer microbatches, or a larger "
     "batch"
 )
-
-# The name that the equation of a scan has which was a Python loop.
-ROLLED = "rolled_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,88 +208,6 @@ def find_loops(
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
-
-
-def scans(facts: Facts) -> Iterator[tuple[int, Any, Subcall]]:
-    """Yields the scans of a jaxpr that are on more than params: the index, the equation, and the body."""
-    for index, eqn in enumerate(facts.jaxpr.eqns):
-        if kind_of(eqn) == "scan" and (sub := scan_of(eqn)).num_carry and not facts.only_params(eqn):
-            yield index, eqn, sub
-
-
-def scans_over_params(facts: Facts) -> list[int]:
-    """Returns the indices of the scans that take slices of what is made of params alone."""
-    return [i for i, eqn, sub in scans(facts) if "param" in map(facts.kind, sub.split(eqn.invars)[2])]
-
-
-def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
-    """Returns the indices of scans whose layers all apply the same params, with what reads a slice of these by number.
-
-    Layers multiply what they carry: a loop that adds up a loss in parts is none. Where something reads a slice, the
-    params are those of several layers, of which a stage should not have all.
-    """
-    found = {}
-    for index, eqn, sub in scans(facts):
-        body = jaxprs.open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
-        of_carry = made_of((x for x in sub.split(body.invars)[1] if x.aval.ndim and is_float(x.aval)), body.eqns)
-        products = [x for x in body.eqns if any(map(is_contraction, equations_of(x)))]
-        is_layer = any(not of_carry.isdisjoint(jaxprs.variables(x)) for x in products)
-        params = {x.aval.shape for x in sub.split(eqn.invars)[0] if facts.kind(x) == "param" and x.aval.ndim}
-        if params and is_layer:
-            found[index] = [x for x in equations(body) if reads_one(x) and x.invars[0].aval.shape in params]
-    return found
-
-
-def layer_scans(facts: Facts) -> list[int]:
-    """Returns the indices of scans over layers: those that take slices of params, else those that share all params."""
-    return scans_over_params(facts) or [i for i, read in scans_of_shared_params(facts).items() if not read]
-
-
-def reads_one(eqn: Any) -> bool:
-    """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
-    name = eqn.primitive.name
-    if name not in ("dynamic_slice", "gather"):
-        return False
-    (stack, *places), sizes = eqn.invars, tuple(eqn.params["slice_sizes"])
-    if sizes != (1, *stack.aval.shape[1:]) or stack in places or jaxprs.is_literal(places[0]):
-        return False
-    return name == "dynamic_slice" or (
-        places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
-    )
-
-
-def layers_outside(closed: Any, num_params: int) -> Any:
-    """Returns a jaxpr without calls, and without a `jax.checkpoint` around scans over layers: stages are recomputed."""
-    around, closed = {0}, flattened(closed)
-    kinds = ["param" if i < num_params else "value" for i in range(len(jaxprs.open_jaxpr(closed)[0].invars))]
-    opened = jaxprs.open_jaxpr(flattened(closed, kinds=("call", "remat")))[0]
-    # Loops that share params are layers where no others are: else they are what the user recomputes.
-    layers = scans_over_params if scans_over_params(Facts(opened, kinds)) else layer_scans
-    while around:
-        jaxpr, _ = jaxprs.open_jaxpr(closed)
-        facts = Facts(jaxpr, kinds)
-        around = {id(eqn) for eqn in jaxpr.eqns if kind_of(eqn) == "remat" and _holds_layers(eqn, facts, layers)}
-        leaves = lambda eqn, around=around: kind_of(eqn) == "remat" and id(eqn) not in around  # noqa: E731
-        closed = flattened(closed, kinds=("call", "remat"), leaves=leaves) if around else closed
-    return closed
-
-
-def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) -> bool:
-    """Tells whether a `jax.checkpoint` is around a scan over layers."""
-    (inner,) = jaxprs.inner_jaxprs(eqn)
-    inner = flattened(inner, kinds=("call", "remat"))
-    return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
-
-
-def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
-    """Returns those of the scans of traces on several sizes that correspond to one of the first; it is among them.
-
-    They are told by their order: before them, traces may differ in operations that only change shapes.
-    """
-    like, number = traces[0].eqns[index], sum(kind_of(eqn) == "scan" for eqn in traces[0].eqns[:index])
-    each = ((eqn for eqn in jaxpr.eqns if kind_of(eqn) == "scan") for jaxpr in traces)
-    found = (next(itertools.islice(eqns, number, None), None) for eqns in each)
-    return [eqn for eqn in found if eqn is not None and len(eqn.invars) == len(like.invars)]
 
 
 def _wiring(eqn: Any) -> tuple[list[Any], list[Any]]:

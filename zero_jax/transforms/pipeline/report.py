@@ -115,8 +115,8 @@ class PipelineReport(Report):
         return "\n".join([*lines, *(f"{name}: {why}" for name, why in ends if why)])
 
 
-def staged_layers(entry: FoundLoop) -> StagedLayers:
-    """Returns what a report shows of a loop that is cut into stages."""
+def staged_layers(entry: FoundLoop, num_parts: int = 1) -> StagedLayers:
+    """Returns what a report shows of a loop that is cut into stages, for one of so many parts of a batch."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
     schedule, travelling, num_bytes = loop.schedule, [], 0
@@ -132,7 +132,8 @@ def staged_layers(entry: FoundLoop) -> StagedLayers:
     sent: list[tuple[str, str, int]] = []
     num_consts = 0 if schedule.is_interleaved else len(moved) - num_carry
     for i, (role, aval) in enumerate(moved):
-        travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
+        shape = (n * num_parts if role.is_rows and dim == role.dim else n for dim, n in enumerate(aval.shape))
+        travelling.append(f"{aval.dtype}[{','.join(map(str, shape))}]")
         own_bytes = aval.size * aval.dtype.itemsize // (loop.place.num_shards if role.is_rows else 1)
         num_bytes += own_bytes
         times = _times(loop, role, aval.shape, is_carry=i >= num_consts)

@@ -24,8 +24,15 @@ from zero_jax.transforms.blocks import find_blocks
 from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
-from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, scans_over_params
-from zero_jax.transforms.pipeline.in_order import OtherScan, layers_in_order, other_loops, with_scans
+from zero_jax.transforms.pipeline.scans import (
+    ROLLED,
+    OtherScan,
+    layer_scans,
+    layers_in_order,
+    other_loops,
+    scans_over_params,
+    with_scans,
+)
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
 # What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.
@@ -134,27 +141,31 @@ class RolledProgram(LossProgram):
     def __init__(self, before: LossProgram, own: LossProgram, num_groups: int):
         super().__init__(before.fn, before, lambda traced: traced)
         self.own, self.num_groups = own, num_groups
+        self.why: dict[Traced, str] = {}  # for each program, why its attention is left as the model has it
 
     def made(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        return self.chosen(*args)[0].program()
+        layers, why = self.chosen(self.before.trace(*args), self.own.trace(*args))
+        traced = layers.program()
+        self.why[traced] = why
+        return traced
 
     def why_own(self, *args: Any) -> str:
         """Says why attention is left as the model has it, though kernels are asked for; empty if it is not."""
-        return self.chosen(*args)[1]
+        return self.why[self.trace(*args)]
 
-    def chosen(self, *args: Any) -> tuple[_LayersOfLoops, str]:
-        """Returns the layers for arguments of these shapes, and why they are without fused attention if they are."""
-        traced, own = self.before.trace(*args), self.own.trace(*args)
+    def chosen(self, traced: Traced, own: Traced) -> tuple[_LayersOfLoops, str]:
+        """Returns the layers of one of two programs, and why they are without fused attention if that is the cause."""
         fused = _LayersOfLoops(traced)
         if traced is own or fused.are_scans or not (lost := fused.found.lost(self.num_groups)):
             return fused, ""
-        own = _LayersOfLoops(own)
-        num_outside = [0 if x.are_scans else x.found.num_outside(self.num_groups) for x in (fused, own)]
-        if num_outside[0] < fused.found.num_params and num_outside[0] <= num_outside[1]:
-            return fused, ""
-        why = "stages are of equal layers, which those of a Python loop are not if their kernels have other windows"
-        return own, f"{why}: {lost}; give fewer stages, or windows that recur every few layers"
+        others = _LayersOfLoops(own)
+        num_outside = [0 if x.are_scans else x.found.num_outside(self.num_groups) for x in (fused, others)]
+        if num_outside[0] > num_outside[1]:
+            why = "stages are of equal layers, which those of a Python loop are not if their kernels have other windows"
+            return others, f"{why}: {lost}; give fewer stages, or windows that recur every few layers"
+        # If none can be stages, the refusal counts the layers of the model.
+        return fused if num_outside[0] < fused.found.num_params else others, ""
 
 
 class _LayersOfLoops:

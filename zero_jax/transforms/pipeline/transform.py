@@ -31,10 +31,8 @@ from zero_jax.transforms.pipeline.cut import (
     LayerLoop,
     Stages,
     find_loops,
-    layers_outside,
     pipeline_p,
 )
-from zero_jax.transforms.pipeline.in_order import examples_by_index
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import (
@@ -46,6 +44,7 @@ from zero_jax.transforms.pipeline.microbatch import (
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
+from zero_jax.transforms.pipeline.scans import examples_by_index, layers_outside
 from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 
@@ -84,8 +83,8 @@ class PipelinedProgram(LossProgram):
             )
         return traced.rewritten(staged)
 
-    def report(self, *args: Any) -> PipelineReport:
-        """Returns the stages for arguments of these shapes, or why there are none."""
+    def report(self, *args: Any, num_parts: int = 1) -> PipelineReport:
+        """Returns the stages for arguments of these shapes, or why there are none; a batch is of so many of theirs."""
         stages = self.stages
         report = PipelineReport(
             num_stages=stages.num_stages, num_microbatches=stages.num_microbatches, schedule=str(stages.schedule)
@@ -94,7 +93,7 @@ class PipelinedProgram(LossProgram):
             _, found = self.staged(*args)
         except ValueError as error:
             return dataclasses.replace(report, why_none=str(error))
-        loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
+        loops = tuple(staged_layers(entry, num_parts) for entry in found if entry.loop is not None)
         if not loops:
             return dataclasses.replace(report, why_none=_refusal(found, stages, self.before.trace(*args)))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)

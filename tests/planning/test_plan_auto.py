@@ -70,14 +70,17 @@ def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_
     assert whole == pytest.approx(num_whole * step.traced.param_bytes) and step.traced.param_bytes > 0
 
 
-def test_the_memory_of_many_layers_on_few_devices_is_that_of_the_program():
-    """The shards of 64 layers, which a step casts at once, are 16 gathered layers."""
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, zero.Precision(compute=jnp.bfloat16))], ids=str)
+def test_the_memory_of_many_layers_on_few_devices_is_that_of_the_program(stage, precision):
+    """The shards of 64 layers, which a step casts at once, are 16 gathered layers; of params that are stored whole, all are."""
     init = lambda key: jnp.zeros((64, 1024, 1024))  # noqa: E731
-    loss = lambda params, batch: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0].mean()  # noqa: E731
-    config, batch = dataclasses.replace(CONFIG, stage=3, remat="full"), jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16)
+    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    loss = lambda params, batch: jax.lax.scan(layer, batch.astype(params.dtype), params)[0].mean()  # noqa: E731
+    config = dataclasses.replace(CONFIG, stage=stage, remat="full", precision=precision)
+    batch = jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16)
     job = plans.make_job(loss_fn=loss, init_fn=init, tx=optax.sgd(1e-3), batch=batch, topology=TOPOLOGY, config=config)
     found = estimates.Estimator(job, {"full": traces.Policy(loss_fn=loss, remat="full")})
-    estimated = found.estimate(setting(3, remat="full")).bytes
+    estimated = found.estimate(setting(stage, remat="full")).bytes
     program = process.compile_plan(job, process.CompileOptions(quick=True))
     assert program.needed_bytes == pytest.approx(estimated, rel=0.1)
 

@@ -147,8 +147,8 @@ class StepEstimate:
     @property
     def cast_bytes(self) -> float:
         """Bytes of the shards of params that a step casts before its first layer and keeps to its last gradient."""
-        is_cast = self.are_masters and self.setting.offload != "all"
-        return is_cast * self.num_params * self.sizes.param_bytes / self.num_param_shards
+        per_param = 0.0 if self.setting.offload == "all" else self.model.cast_bytes(from_masters=self.are_masters)
+        return self.num_params * per_param / self.num_param_shards
 
     @property
     def host_bytes(self) -> float:

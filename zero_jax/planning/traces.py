@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace, memory, trace_loss
 from zero_jax.core.tree import PyTree, key_shape
+from zero_jax.core.variables import as_variables
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
-from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training import (
     MeshLoss,
     Offload,
@@ -134,6 +135,14 @@ class ModelTraces:
         """Returns the memory estimate on `model` x `pipe` devices, and the number of params per device."""
         sizes = self._memory(self.mesh(model, pipe), num_microbatches=pipe)
         return sizes, sizes.by_group["params"] / sizes.param_bytes
+
+    def cast_bytes(self, *, from_masters: bool) -> float:
+        """Returns the bytes a param, on average, of those that a step casts to the compute dtype."""
+        params, dtypes = jax.tree.leaves(as_variables(self.params).params), self.precision
+        stored = cast_floating(params, dtypes.master if from_masters else dtypes.param)
+        pairs = zip(stored, cast_floating(stored, dtypes.compute), strict=True)
+        cast = sum(y.size * y.dtype.itemsize for x, y in pairs if x.dtype != y.dtype)
+        return cast / sum(x.size for x in params)
 
     def _memory(self, mesh: Mesh, **changes: Any) -> memory.MemoryEstimate:
         config = dataclasses.replace(self.config, **changes)

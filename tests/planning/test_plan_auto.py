@@ -72,7 +72,7 @@ def test_params_and_gradients_that_are_whole_count(stage, num_microbatches, num_
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, zero.Precision(compute=jnp.bfloat16))], ids=str)
 def test_the_memory_of_many_layers_on_few_devices_is_that_of_the_program(stage, precision):
-    """The shards of 64 layers, which a step casts at once, are 16 gathered layers; of params that are stored whole, all are."""
+    """The shards of 64 layers, which a step casts at once, are 16 gathered layers; of params stored whole 64."""
     init = lambda key: jnp.zeros((64, 1024, 1024))  # noqa: E731
     layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
     loss = lambda params, batch: jax.lax.scan(layer, batch.astype(params.dtype), params)[0].mean()  # noqa: E731

@@ -21,7 +21,7 @@ from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
-from zero_jax.sharding.precision import cast_floating, resolve_precision
+from zero_jax.sharding.precision import as_multiplied, cast_floating, resolve_precision
 from zero_jax.training import (
     MeshLoss,
     Offload,
@@ -137,12 +137,12 @@ class ModelTraces:
         return sizes, sizes.by_group["params"] / sizes.param_bytes
 
     def cast_bytes(self, *, from_masters: bool) -> float:
-        """Returns the bytes a param, on average, of those that a step casts to the compute dtype."""
+        """Returns the bytes a param, on average, of those that products read in another dtype than is stored."""
         params, dtypes = jax.tree.leaves(as_variables(self.params).params), self.precision
         stored = cast_floating(params, dtypes.master if from_masters else dtypes.param)
-        pairs = zip(stored, cast_floating(stored, dtypes.compute), strict=True)
-        cast = sum(y.size * y.dtype.itemsize for x, y in pairs if x.dtype != y.dtype)
-        return cast / sum(x.size for x in params)
+        cast = as_multiplied(stored, dtypes.compute, on_tpu=self.hardware.platform == "tpu")
+        pairs = zip(stored, cast, strict=True)
+        return sum(y.size * y.dtype.itemsize for x, y in pairs if x.dtype != y.dtype) / sum(x.size for x in params)
 
     def _memory(self, mesh: Mesh, **changes: Any) -> memory.MemoryEstimate:
         config = dataclasses.replace(self.config, **changes)

@@ -177,6 +177,15 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     return tree if dtype is None else jax.tree.map(cast, tree)
 
 
+def as_multiplied(params: PyTree, compute: Any, *, on_tpu: bool) -> PyTree:
+    """Returns shapes of params in the dtype that products read, of which a loop over layers has a copy.
+
+    TPUs round float32 to bfloat16: before a loop, XLA does so for all of its layers.
+    """
+    cast = cast_floating(params, compute)
+    return jax.tree.map(lambda x: cast_floating(x, jnp.bfloat16) if on_tpu and x.dtype == jnp.float32 else x, cast)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.tree import PyTree, shard_bytes
+from zero_jax.core.tree import PyTree, shapes_of, shard_bytes
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.precision import cast_floating
+from zero_jax.sharding.precision import as_multiplied
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.trace import share_staying, trace_step_loss
@@ -78,7 +76,7 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     shardings = train_state_shardings(state, loss.placement)
     stored = zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
     state_bytes = sum(shard_bytes(x, place) for x, place in stored if place.memory_kind in _DEVICE)
-    cast_bytes = _cast_bytes(state.params, shardings.params, loss.placement.precision.compute)
+    cast_bytes = _cast_bytes(loss, state.params, shardings.params)
     shards = {"casts": cast_bytes, "grads": _grad_bytes(state, loss)}
     taken = state_bytes + traced.shard_bytes(**shards, num_microbatches=loss.config.num_microbatches)
     taken += gathered + traced.peak_bytes - inputs
@@ -92,9 +90,9 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     return int((usable - taken) / 1e6) / 1e3
 
 
-def _cast_bytes(params: PyTree, shardings: PyTree, dtype: Any) -> float:
+def _cast_bytes(loss: StepLoss, params: PyTree, shardings: PyTree) -> float:
     """Returns the bytes of the shards of params cast before the first layer, and kept until the last gradient."""
-    casts = jax.eval_shape(functools.partial(cast_floating, dtype=dtype), params)
+    casts = as_multiplied(shapes_of(params), loss.placement.precision.compute, on_tpu=loss.is_on_tpu)
     leaves = zip(*map(jax.tree.leaves, (params, casts, shardings)), strict=True)
     return sum(shard_bytes(y, place) for x, y, place in leaves if y.dtype != x.dtype and place.memory_kind in _DEVICE)
 

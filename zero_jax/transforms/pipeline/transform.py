@@ -33,14 +33,9 @@ from zero_jax.transforms.pipeline.cut import (
     find_loops,
     pipeline_p,
 )
-from zero_jax.transforms.pipeline.interleaved import run_1f1b
+from zero_jax.transforms.pipeline.interleaved.by_microbatch import by_microbatch, run_1f1b
+from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram, variables_with_gradient
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
-from zero_jax.transforms.pipeline.microbatch import (
-    LossTraces,
-    MicrobatchProgram,
-    by_microbatch,
-    variables_with_gradient,
-)
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers

@@ -416,6 +416,13 @@ def test_where_there_is_no_cache_the_tokens_stay_in_memory(load, tmp_path):
     assert dataset.fingerprint == load(path).fingerprint == load(path, token_cache=None).fingerprint
 
 
+def test_tokens_take_the_place_of_an_empty_folder(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    chunks = [Chunk(tokens=np.arange(9), document_hash=1, num_text_bytes=9)]
+    made = make_tokens(chunks, "x", ByteTokenizer(), folder=tmp_path / "tokens")
+    assert made.tokens.size == 9 and not [*tmp_path.rglob(".*")]
+
+
 def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
     folder = write_token_folder(tmp_path)
     before = (folder / "meta.json").stat().st_mtime_ns

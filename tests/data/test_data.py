@@ -675,7 +675,17 @@ def test_documents_to_validate_on_may_be_of_their_own(format, tmp_path):
         tokens = part.cut_rows(np.arange(part.num_rows(seq_len=seq_len)), seq_len=seq_len)["targets"]
         assert {chr(token) for token in tokens[tokens > 10]} == {*words}
     assert f"; validation on {tmp_path}/valid: " in str(dataset)
-    written("valid", "df")
-    assert data.load_dataset(config, seq_len=seq_len).fingerprint != dataset.fingerprint
+    assert "trained on too" not in str(dataset)
+    written("valid", "dfc")
+    again = data.load_dataset(config, seq_len=seq_len)
+    assert again.fingerprint != dataset.fingerprint
+    # Of text a file is a document.
+    assert ("; 1 of these documents are trained on too" in str(again)) == (format == "chat")
+    both = data.load_dataset(dataclasses.replace(config, validation_data=files[0]), seq_len=seq_len)
+    assert str(both).endswith(f"; {both.num_documents} of these documents are trained on too")
+    if format == "text":
+        written("valid", "d")
+        with pytest.raises(ValueError, match=r"11 tokens for .* = 12: give more text, or a shorter --seq-len$"):
+            data.load_dataset(config, seq_len=11)
     with pytest.raises(ValueError, match="both say what to validate on: leave out one of them"):
         dataclasses.replace(config, validation_fraction=0.2)

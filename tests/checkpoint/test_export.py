@@ -393,7 +393,13 @@ def test_commands_take_the_newest_undamaged_step_and_say_so_or_the_best_one(tmp_
     with pytest.warns(UserWarning, match="^checkpoint passed over: .*step_00000003"):
         shutil.rmtree(steps / "step_00000004")
         assert export(tmp_path, tmp_path / "library").step == 2
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 2 itself: give the folder above it"):
+        best_step(steps / "step_00000002")
     for step in (1, 2):
         shutil.rmtree(steps / f"step_{step:08d}")
     with pytest.raises(CheckpointError, match="has a validation loss: give the number of a step, or none"):
         best_step(tmp_path)
+    shutil.rmtree(steps / "step_00000003")
+    for path, why in [(steps, "no checkpoint in"), (tmp_path / "none", "there is no folder")]:
+        with pytest.raises(CheckpointError, match=f"^{why} {path}"):
+            best_step(path)

@@ -1667,6 +1667,21 @@ def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of
         lowered(loss_fn, pipeline="1f1b")
 
 
+@pytest.mark.parametrize(("in_layers", "pipeline"), [(True, "gpipe"), (False, "1f1b")])
+def test_scalars_like_those_of_the_batch_are_the_same_of_a_microbatch(in_layers, pipeline):
+    """JAX types `jnp.ones_like` of a scalar with the mesh that the scalar has."""
+
+    def loss_fn(params, batch):
+        x, one = params["embed"][batch["tokens"]], lambda: jnp.ones_like(batch["mask"].sum())
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"]) * (one() if in_layers else 1.0), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        size = 1.0 if in_layers else jnp.maximum(batch["mask"].sum(), one())
+        return (jnp.square(x @ params["head"]).mean(2) * batch["mask"]).sum() / size
+
+    for stage in (1, 2):
+        lowered(loss_fn, stage=stage, pipeline=pipeline)
+
+
 def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():
     def loss_fn(params, batch):
         x, total = params["embed"][batch["tokens"]], 0.0

@@ -1598,7 +1598,14 @@ REFUSED = {
     ),
     "a loop over examples": (
         lambda params, batch: jax.lax.map(lambda x: replaced(lambda x, w: x @ w["w"])(params, x), batch).mean(),
-        r"the layers are within the loop at .*test_pipeline.*, which goes through examples: take these together, as by",
+        r"within the loop at .*test_pipeline.*, each iteration of which runs all of them: take together what it goes",
+    ),
+    "a loop over tokens": (  # of which nothing is said that is true of examples alone
+        lambda params, batch: jax.lax.map(
+            lambda tokens: replaced(lambda x, w: x @ w["w"])(params, {**batch, "tokens": tokens[:, None]}),
+            batch["tokens"].T,
+        ).mean(),
+        r"the layers are within the loop at [^,]*test_pipeline[^,]*, each iteration of which",
     ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),

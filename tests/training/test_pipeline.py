@@ -1683,10 +1683,13 @@ def test_scalars_like_those_of_the_batch_are_the_same_of_a_microbatch(in_layers,
         layer = lambda x, w: (x + jnp.tanh(x @ w["w"]) * (one() if in_layers else 1.0), None)  # noqa: E731
         x, _ = jax.lax.scan(layer, x, params["layers"])
         size = 1.0 if in_layers else jnp.maximum(batch["mask"].sum(), one())
-        return (jnp.square(x @ params["head"]).mean(2) * batch["mask"]).sum() / size
+        norm = jnp.square(params["head"]).sum() * one()
+        return (jnp.square(x @ params["head"]).mean(2) * batch["mask"]).sum() / size + norm + x.mean()
 
     for stage in (1, 2):
         lowered(loss_fn, stage=stage, pipeline=pipeline)
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=4, pipeline=pipeline)
+    assert zero.pipeline_report(loss_fn, init_params(), make_batches(1)[0], mesh=mesh, config=config).loops
 
 
 def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():

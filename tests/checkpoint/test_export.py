@@ -1,6 +1,7 @@
 """Params of a checkpoint as safetensors files, read back with the library of that name."""
 
 import argparse
+import fcntl
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError, best_step
 from zero_jax.checkpoint.exporting import export, open_params, parse_size
 from zero_jax.cli import build_parser
+from zero_jax.core.files import partial_folder as module
 from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.pretrained import TensorName, save_tensors
 from zero_jax.training import ema
@@ -253,6 +255,23 @@ def test_what_a_killed_export_has_left_goes_with_the_next_one(run, number, is_th
     assert [path.name for path in tmp_path.rglob(".*")] == [".zero_jax-partial-out-mine"]
 
 
+def test_what_another_machine_writes_stays(tmp_path, monkeypatch):
+    """Over NFS each machine has its own locks of folders: none sees that another one has a folder in use."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    with partial_folder(tmp_path / "out") as first:
+        (tmp_path / "boot_id").write_text("of another machine")
+        monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id", raising=False)
+        with partial_folder(tmp_path / "out"):
+            assert first.exists()
+
+
+def test_what_a_removal_has_left_that_was_interrupted_goes_too(tmp_path):
+    left = tmp_path / "out" / f".zero_jax-discarded-{'0' * 32}"
+    left.mkdir(parents=True)
+    save_tensors(tmp_path / "out", {"w": jnp.ones(3)}, {"w": TensorName("w")})
+    assert not left.exists()
+
+
 def test_params_that_are_one_array(tmp_path):
     save(tmp_path, lambda key: jnp.arange(64.0).reshape(8, 8), optax.chain(TX, ema.params_ema(0.5)))
     for ema_too in (False, True):
@@ -374,7 +393,13 @@ def test_commands_take_the_newest_undamaged_step_and_say_so_or_the_best_one(tmp_
     with pytest.warns(UserWarning, match="^checkpoint passed over: .*step_00000003"):
         shutil.rmtree(steps / "step_00000004")
         assert export(tmp_path, tmp_path / "library").step == 2
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 2 itself: give the folder above it"):
+        best_step(steps / "step_00000002")
     for step in (1, 2):
         shutil.rmtree(steps / f"step_{step:08d}")
     with pytest.raises(CheckpointError, match="has a validation loss: give the number of a step, or none"):
         best_step(tmp_path)
+    shutil.rmtree(steps / "step_00000003")
+    for path, why in [(steps, "no checkpoint in"), (tmp_path / "none", "there is no folder")]:
+        with pytest.raises(CheckpointError, match=f"^{why} {path}"):
+            best_step(path)

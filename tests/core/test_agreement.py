@@ -2,10 +2,11 @@
 
 import pathlib
 
+import jax
 import pytest
 from processes import results_of
 
-from zero_jax.core.agreement import from_first_process
+from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
 
 WORKER = pathlib.Path(__file__).with_name("agreement_worker.py")
 
@@ -51,6 +52,19 @@ def test_a_folder_that_another_run_has_is_refused_in_both(results):
     first, second = results
     assert first["taken"].startswith("FolderInUse: ") and "run other" in first["taken"]
     assert second["taken"].startswith("FolderInUse: ") and "see process 0's log" in second["taken"]
+
+
+@pytest.mark.parametrize(("other", "raised"), [("MemoryError: no room", OtherProcessFailed), ("KeyError: 2", KeyError)])
+def test_no_process_goes_on_from_an_error_where_another_one_ends(other, raised, monkeypatch):
+    class Both(Turns):
+        def take(self, text=None, *, error="", **_):
+            self.errors = {0: error, 1: other}
+            return {}
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(raised) as caught, Agreement(KeyError, of=(KeyError,), turns=Both("test")):
+        raise KeyError(1)
+    assert str(caught.value) == ("1" if raised is KeyError else f"process 1 failed: {other}")
 
 
 def test_one_process_agrees_with_itself():

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -28,7 +30,34 @@ def in_time(call):
     assert not thread.is_alive()
 
 
-def test_a_reader_that_stops_reading_loses_lines_and_is_told_how_many(pipe):
+def test_a_slow_reader_loses_nothing(pipe):
+    reader, writer = pipe
+    stream = UnstalledStream(lambda: writer)
+    lines = [f"line {k} {'x' * 100}\n" for k in range(4000)]
+    in_time(lambda: [stream.write(line) for line in lines])
+    read = []
+    os.set_blocking(reader.fileno(), False)
+    for k in range(20):  # each makes room for some of what is held
+        read.append(reader.read())
+        stream.write(f"late {k}\n")
+    writer.close()
+    read.append(reader.read())
+    assert "".join(read) == "".join([*lines, *(f"late {k}\n" for k in range(20))])
+    with open(os.devnull, "w") as other:  # which the fixture closes instead
+        os.dup2(other.fileno(), reader.fileno())
+
+
+def test_what_is_held_is_written_at_the_end_of_a_program():
+    program = "from zero_jax.core.output import unstalled; import sys; out = unstalled(sys.stdout)\n"
+    program += "from zero_jax.core import output; output.PATIENCE_SECONDS = 0.05\n"
+    program += "[print(k, 'x' * 100, file=out) for k in range(4000)]; print('all', file=sys.stderr, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stderr.readline() == "all\n"
+        assert process.stdout.read().splitlines() == [f"{k} {'x' * 100}" for k in range(4000)]
+
+
+def test_a_reader_that_stops_reading_loses_lines_and_is_told_how_many(pipe, monkeypatch):
+    monkeypatch.setattr(output, "MAX_HELD", 0)
     reader, writer = pipe
     stream = UnstalledStream(lambda: writer)
 

@@ -73,13 +73,16 @@ def test_forms_of_sharegpt_and_alpaca_are_the_messages_that_they_stand_for(tmp_p
     same = [
         (turns(("human", "say a"), ("gpt", "abc"), id=1), chat(("user", "say a"), ("assistant", "abc"))),
         (turns(("user", "b"), ("assistant", "c"), system="be short"), chat(system, ("user", "b"), ("assistant", "c"))),
-        (alpaca | {"text": "x"}, chat(("user", "add\n\n1 2"), ("assistant", "3"))),
+        (alpaca | {"text": "x", "prompt": "add: 1 2"}, chat(("user", "add\n\n1 2"), ("assistant", "3"))),
         (alpaca | {"input": "", "system": "be short"}, chat(system, ("user", "add"), ("assistant", "3"))),
+        # What has a form of its own is of that one.
+        (turns(("human", "x"), ("gpt", "y"), prompt="p", completion="c"), {"prompt": "p", "completion": "c"}),
+        (turns(("human", "x"), **chat(("user", "a"), ("assistant", "b"))), chat(("user", "a"), ("assistant", "b"))),
     ]
     other = loaded(written(tmp_path, *(record for record, _ in same), name="other.jsonl"))
     own = loaded(written(tmp_path, *(record for _, record in same)))
     assert other.fingerprint == own.fingerprint
-    assert "fields that are part of no text: 'id' (1), 'text' (1)" in str(other)
+    assert "no text: 'conversations' (2), 'id' (1), 'prompt' (1), 'text' (1)" in str(other)
     weighed = turns(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
     weighed["conversations"][1]["weight"] = 0
     dataset = loaded(written(tmp_path, weighed, *CONVERSATIONS))
@@ -190,6 +193,16 @@ BAD = {
         {"conversations": [{"from": "humn", "value": "x"}]},
         "message 1 is from 'humn': did you mean 'human'? the names are human, gpt, system, user, assistant, tool",
     ),
+    "two contents": (
+        {
+            "conversations": [
+                {"from": "human", "value": "x", "role": "user", "content": "y"},
+                {"from": "gpt", "value": ""},
+            ]
+        },
+        "message 1 has the field 'from', which has no place in the text",
+    ),
+    "a system of a list": ({"instruction": "x", "output": "y", "system": []}, "'system' holds list, not a string"),
     "no value": ({"conversations": [{"from": "gpt"}]}, "message 1 has no field 'value'"),
     "no instruction": ({"instruction": "x"}, "line 2 of {path} has no field 'output'"),
     "no messages": ({"messages": []}, "line 2 of {path}: 'messages' is []: give a list of messages"),

@@ -416,6 +416,13 @@ def test_where_there_is_no_cache_the_tokens_stay_in_memory(load, tmp_path):
     assert dataset.fingerprint == load(path).fingerprint == load(path, token_cache=None).fingerprint
 
 
+def test_tokens_take_the_place_of_an_empty_folder(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    chunks = [Chunk(tokens=np.arange(9), document_hash=1, num_text_bytes=9)]
+    made = make_tokens(chunks, "x", ByteTokenizer(), folder=tmp_path / "tokens")
+    assert made.tokens.size == 9 and not [*tmp_path.rglob(".*")]
+
+
 def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
     folder = write_token_folder(tmp_path)
     before = (folder / "meta.json").stat().st_mtime_ns
@@ -668,7 +675,17 @@ def test_documents_to_validate_on_may_be_of_their_own(format, tmp_path):
         tokens = part.cut_rows(np.arange(part.num_rows(seq_len=seq_len)), seq_len=seq_len)["targets"]
         assert {chr(token) for token in tokens[tokens > 10]} == {*words}
     assert f"; validation on {tmp_path}/valid: " in str(dataset)
-    written("valid", "df")
-    assert data.load_dataset(config, seq_len=seq_len).fingerprint != dataset.fingerprint
+    assert "trained on too" not in str(dataset)
+    written("valid", "dfc")
+    again = data.load_dataset(config, seq_len=seq_len)
+    assert again.fingerprint != dataset.fingerprint
+    # Of text a file is a document.
+    assert ("; 1 of these documents are trained on too" in str(again)) == (format == "chat")
+    both = data.load_dataset(dataclasses.replace(config, validation_data=files[0]), seq_len=seq_len)
+    assert str(both).endswith(f"; {both.num_documents} of these documents are trained on too")
+    if format == "text":
+        written("valid", "d")
+        with pytest.raises(ValueError, match=r"11 tokens for .* = 12: give more text, or a shorter --seq-len$"):
+            data.load_dataset(config, seq_len=11)
     with pytest.raises(ValueError, match="both say what to validate on: leave out one of them"):
         dataclasses.replace(config, validation_fraction=0.2)

@@ -51,6 +51,14 @@ def reader(stream, rows=range(BATCH), num_lanes=1, states=None):
     return LaneRows(stream, np.array(rows), (BATCH, SEQ_LEN), num_lanes=num_lanes, seed=3, states=states)
 
 
+def test_a_stream_that_is_validated_on_other_documents_says_so(folder, tmp_path):
+    (tmp_path / "valid.txt").write_text("other " * 9)
+    data = f"hf:{folder}"
+    shown = str(stream_of(data, validation_data=str(tmp_path / "valid.txt")))
+    assert shown == f"{data}: a stream; validation on {tmp_path}/valid.txt: 1 document, 55 tokens"
+    assert str(stream_of(data)).startswith(f"{data}: a stream, ")
+
+
 def test_a_data_set_is_a_source_with_a_place_for_each_row(folder, tmp_path):
     source = find_source(f"hf:{folder}")
     texts = [piece.text for piece in read_text(source)]

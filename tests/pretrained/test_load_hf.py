@@ -84,6 +84,14 @@ def test_tensors_that_are_not_finite_are_named_with_their_number(dtype, tmp_path
     assert len(warned) == 1
 
 
+def test_values_that_a_dtype_has_no_room_for_are_no_damage_of_the_files(tmp_path):
+    tensors = tensors_of(FOLDERS["llama"], "bfloat16")
+    tensors["lm_head.weight"][7, 7] = 1e5
+    write(tmp_path, FOLDERS["llama"], tensors)
+    with pytest.warns(UserWarning, match=r"1 of 1,024 .*\. float16 has no room for larger values: take bfloat16"):
+        zero.load_hf(tmp_path, mesh=zero.make_mesh(), config=config_of(3), dtype="float16")
+
+
 @pytest.mark.slow
 def test_loaded_params_train(tmp_path):
     write(tmp_path, FOLDERS["llama"], tensors_of(FOLDERS["llama"], "bfloat16"))

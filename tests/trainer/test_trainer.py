@@ -433,3 +433,14 @@ def test_what_a_run_of_one_step_tells_has_no_speed():
     fields |= {"status": "preempted", "model": "gpt", "directory": "runs/a", "tokens_per_second": math.nan}
     told = str(trainer.TrainResult(**fields)).splitlines()[0]
     assert told == "gpt: 1 step at stage 1 on 1 device in 1 s, 1 skipped; stopped by a signal"
+
+
+def test_where_a_host_has_its_files_may_differ_between_processes(monkeypatch):
+    """What they hold is compared; anything else of the text has to be the same."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    model = trainer.OwnModel(init_fn=None, loss_fn=None, batches=None)
+    facts = lambda **fields: training_run._facts(trainer.TrainConfig(data=DataConfig(**fields)), model, [])  # noqa: E731
+    own = facts()
+    for name in ("data", "validation_data", "tokenizer", "token_cache"):
+        assert facts(**{name: "/mnt/other"}) == own, name
+    assert facts(text_field="other") != own

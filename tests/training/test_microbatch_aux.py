@@ -167,6 +167,20 @@ def test_aux_behind_layers_that_read_counts_of_each_microbatch():
     assert_close(before, aux["before"], tolerance=1e-5)
 
 
+def test_aux_with_terms_of_a_loss_that_does_something_else_on_one_example():
+    """What is added to a sum, and is the same in all parts, is known by its place among the operations."""
+
+    def loss(params, batch):
+        x, mask = params["embed"][batch["tokens"]].mean(1), batch["mask"]
+        mixed = jnp.cos(jnp.sin(x)).sum() if len(x) > 1 else 0.0
+        aux = {"sum": mask.sum() * jnp.tanh(x).sum() + jnp.square(params["embed"]).sum()}
+        return jnp.square(x * (mask.sum() / SIZE)).mean() * mask.sum() + mixed, aux
+
+    with pytest.warns(UserWarning, match="the loss on microbatches|aux is returned without 'sum', because") as warned:
+        _, (metrics,) = reference.run_zero(loss, optax.sgd(0.1), [batch_of()], mesh=mesh_of("1"), num_microbatches=SIZE)
+    assert len(warned) == 2 and not metrics.aux
+
+
 def drawing_loss(params, batch, key, *, model_state):
     """Aux that is drawn, or read from model state that the loss changes, though the loss is made of neither."""
     keys = jax.random.split(key)

@@ -1598,7 +1598,14 @@ REFUSED = {
     ),
     "a loop over examples": (
         lambda params, batch: jax.lax.map(lambda x: replaced(lambda x, w: x @ w["w"])(params, x), batch).mean(),
-        r"the layers are within the loop at .*test_pipeline.*, which goes through examples: take these together, as by",
+        r"within the loop at .*test_pipeline.*, each iteration of which runs all of them: take together what it goes",
+    ),
+    "a loop over tokens": (  # of which nothing is said that is true of examples alone
+        lambda params, batch: jax.lax.map(
+            lambda tokens: replaced(lambda x, w: x @ w["w"])(params, {**batch, "tokens": tokens[:, None]}),
+            batch["tokens"].T,
+        ).mean(),
+        r"the layers are within the loop at [^,]*test_pipeline[^,]*, each iteration of which",
     ),
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),
@@ -1665,6 +1672,24 @@ def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of
 
     with pytest.raises(ValueError, match="read what params and all examples have a part in; give pipeline='gpipe'"):
         lowered(loss_fn, pipeline="1f1b")
+
+
+@pytest.mark.parametrize(("in_layers", "pipeline"), [(True, "gpipe"), (False, "1f1b")])
+def test_scalars_like_those_of_the_batch_are_the_same_of_a_microbatch(in_layers, pipeline):
+    """JAX types `jnp.ones_like` of a scalar with the mesh that the scalar has."""
+
+    def loss_fn(params, batch):
+        x, one = params["embed"][batch["tokens"]], lambda: jnp.ones_like(batch["mask"].sum())
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"]) * (one() if in_layers else 1.0), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        size = 1.0 if in_layers else jnp.maximum(batch["mask"].sum(), one())
+        norm = jnp.square(params["head"]).sum() * one()
+        return (jnp.square(x @ params["head"]).mean(2) * batch["mask"]).sum() / size + norm + x.mean()
+
+    for stage in (1, 2):
+        lowered(loss_fn, stage=stage, pipeline=pipeline)
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=4, pipeline=pipeline)
+    assert zero.pipeline_report(loss_fn, init_params(), make_batches(1)[0], mesh=mesh, config=config).loops
 
 
 def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():

@@ -95,7 +95,7 @@ def best_step(path: str | os.PathLike[str]) -> int:
     """Returns the step of lowest validation loss in a run's folder or its folder of checkpoints.
 
     Raises:
-      CheckpointError: no checkpoint there has a validation loss.
+      CheckpointError: there is no checkpoint, or none has a validation loss.
 
     Example:
       >>> with zero.Checkpointer(folder) as saved:
@@ -107,7 +107,9 @@ def best_step(path: str | os.PathLike[str]) -> int:
     folder = steps_folder(path)
     best = best_first(list_records(folder))
     if not best:
-        raise CheckpointError(f"no checkpoint in {folder} has a validation loss: give the number of a step, or none")
+        steps = list_step_folders(folder)
+        why = f"no checkpoint in {folder} has a validation loss: give the number of a step, or none"
+        raise CheckpointError(why if steps else missing_message(folder, steps, None))
     return best[0].step
 
 

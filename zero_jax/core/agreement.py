@@ -94,9 +94,7 @@ class Turns:
         errors = self.errors = {p: texts.pop(p) for p, value in sorted(given.items()) if value[:1] != _TEXT}
         # A process that fails raises its own error, not those of the others.
         if errors and not error:
-            message = "; ".join(f"process {p} failed: {why}" for p, why in errors.items())
-            refusal = all(given[p][:1] == _REFUSAL for p in errors)
-            raise known_to_all(OtherProcessFailed(message, errors, is_refusal=refusal))
+            raise _failed(errors, is_refusal=all(given[p][:1] == _REFUSAL for p in errors))
         return texts
 
     @property
@@ -128,6 +126,11 @@ def turns_of(processes: tuple[int, ...] | None = None) -> Turns:
     return _turns(f"of {'-'.join(map(str, processes))}", processes)
 
 
+def _failed(errors: Mapping[int, str], *, is_refusal: bool = False) -> Exception:
+    message = "; ".join(f"process {p} failed: {why}" for p, why in errors.items())
+    return known_to_all(OtherProcessFailed(message, errors, is_refusal=is_refusal))
+
+
 def known_to_all(error: Exception) -> Exception:
     """Marks an error as one that is raised in all processes, or of which all know; returns it."""
     error._zero_jax_is_known = True  # type: ignore[attr-defined]
@@ -154,7 +157,8 @@ class Agreement(contextlib.AbstractContextManager):
     ):
         """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all.
 
-        With `of` it is theirs where all that failed have raised one of these; others are an `OtherProcessFailed`.
+        With `of` it is theirs where all that failed have raised one of these; else all that have not raised another
+        error raise an `OtherProcessFailed`.
         """
         self._failure, self._turns, self._of = failure, turns, [kind.__name__ for kind in of]
 
@@ -165,15 +169,20 @@ class Agreement(contextlib.AbstractContextManager):
             return
         turns = self._turns or turns_of()
         if error is not None:
+            may_go_on = type(error).__name__ in self._of and not _is_known_to_all(error)
             turns.fail(error)
+            if may_go_on and not self._are_of(turns.errors):  # another process does not
+                raise _failed({p: why for p, why in turns.errors.items() if not self._are_of({p: why})}) from error
             return
         try:
             turns.take()
         except OtherProcessFailed as failed:
-            kinds = {why.partition(":")[0] for why in failed.errors.values()}
-            if self._failure is None or not failed.errors or (self._of and not kinds <= {*self._of}):
+            if self._failure is None or not failed.errors or (self._of and not self._are_of(failed.errors)):
                 raise
             raise known_to_all(self._failure(", ".join(map(str, failed.errors)))) from failed
+
+    def _are_of(self, errors: Mapping[int, str]) -> bool:
+        return {why.partition(":")[0] for why in errors.values()} <= {*self._of}
 
 
 def from_first_process(text: str | Callable[[], str]) -> str:

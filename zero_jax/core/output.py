@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import collections
 import contextlib
 import io
 import os
@@ -12,6 +14,10 @@ from collections.abc import Callable
 from typing import TextIO, cast
 
 PATIENCE_SECONDS = 5.0
+# At the end of a program, as long as nothing that is held is taken.
+LAST_PATIENCE_SECONDS = 10.0
+# The characters that are held for a pipe without room, whose reader may only be slow.
+MAX_HELD = 16_000_000
 # At most 4096 bytes, for which a pipe has room if it has any.
 _PIECES = re.compile(r"(?s:.{1,1024})")
 # A terminal that has any room has it for 256 bytes. What ends a line takes two, after a text for which there was room.
@@ -26,15 +32,21 @@ def unstalled(stream: TextIO) -> TextIO:
 class UnstalledStream(io.TextIOBase):
     """A text stream whose writer goes on if its reader stops reading, as after Ctrl-S or in a pager.
 
-    What has no room within `PATIENCE_SECONDS` is dropped, and so is what follows while there is no room; then a line
+    What a pipe has no room for within `PATIENCE_SECONDS` is held until it has, at the end of the program for some
+    seconds more. What is more than `MAX_HELD` characters, or what a terminal has no room for, is dropped; then a line
     says how many lines are missing. Files always have room. `stream` is called at each write: `sys.stdout` may be
     replaced, and is None in a process that has none, which drops all.
     """
 
+    _is_unread = False  # whether one was not read at the end of the program: for others nothing is waited
+
     def __init__(self, stream: Callable[[], TextIO | None]):
         self._stream = stream
         self._pending = ""  # of a line whose end is not there, so that lines of several processes are not mixed
-        self._missing: int | None = None  # lines that were dropped since there was room
+        # What there was no room for: text, and how many lines are missing where some were dropped
+        self._held: collections.deque[str | int] = collections.deque()
+        self._num_held = 0  # its characters
+        self._is_drained = False  # whether it is written at the end of the program
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,20 +78,65 @@ class UnstalledStream(io.TextIOBase):
         if encoding := getattr(stream, "encoding", None):  # or the pieces before a character that it lacks are there
             with contextlib.suppress(LookupError):
                 text.encode(encoding, getattr(stream, "errors", None) or "strict")
-        descriptor, missing, notice = _descriptor(stream), self._missing, ""
-        # While lines are dropped nothing is waited for, or a run would take seconds for each of them.
-        until = time.monotonic() + (PATIENCE_SECONDS if missing is None else 0)
-        if missing is not None:
-            notice = f"\n({missing} lines are missing here: nothing read this output)\n"
-        is_terminal = descriptor is not None and os.isatty(descriptor)
-        for piece in (_PIECES_OF_TERMINALS if is_terminal else _PIECES).finditer(notice + text):
-            if descriptor is not None and not _has_room(descriptor, until - time.monotonic()):
-                begin = piece.start() - len(notice)
-                self._missing = (missing or 0) * (begin < 0) + text.count("\n", max(begin, 0))
-                return
-            stream.write(piece[0])
-            stream.flush()
-        self._missing = None
+        # While text is held nothing is waited for, or a run would take seconds for each line.
+        seconds = 0.0 if self._held else PATIENCE_SECONDS
+        self._held.append(text)
+        self._num_held += len(text)
+        self._write_held(stream, seconds)
+        self._drop(0 if _is_terminal(stream) else MAX_HELD)
+        if self._num_held and not self._is_drained:
+            self._is_drained = True
+            atexit.register(self._drain)
+
+    def _write_held(self, stream: TextIO, seconds: float) -> None:
+        """Writes what is held, as far as there is room within some seconds."""
+        descriptor, until = _descriptor(stream), time.monotonic() + seconds
+        pieces = _PIECES_OF_TERMINALS if _is_terminal(stream) else _PIECES
+        try:
+            while self._held:
+                item = self._held[0]
+                text = _notice(item) if isinstance(item, int) else item
+                for piece in pieces.finditer(text):
+                    if descriptor is not None and not _has_room(descriptor, until - time.monotonic()):
+                        if piece.start():
+                            self._held[0] = text[piece.start() :]
+                            self._num_held += len(text) - piece.start() - _num_characters(item)
+                        return
+                    stream.write(piece[0])
+                    stream.flush()
+                self._held.popleft()
+                self._num_held -= _num_characters(item)
+        except (OSError, ValueError):  # nothing will read it
+            self._held.clear()
+            self._num_held = 0
+            raise
+
+    def _drop(self, most: int) -> None:
+        """Drops the newest of what is held, down to so many characters."""
+        missing = 0
+        while self._num_held > most or (missing and self._held and isinstance(self._held[-1], int)):
+            item = self._held.pop()
+            missing += item if isinstance(item, int) else item.count("\n")
+            self._num_held -= _num_characters(item)
+        if missing:
+            self._held.append(missing)
+
+    def _drain(self) -> None:
+        """Writes what is held as long as something reads it."""
+        with contextlib.suppress(OSError, ValueError):
+            while (num := self._num_held) and (stream := self._stream()) is not None:
+                self._write_held(stream, 0.0 if UnstalledStream._is_unread else LAST_PATIENCE_SECONDS)
+                if self._num_held == num:
+                    UnstalledStream._is_unread = True
+                    return
+
+
+def _notice(missing: int) -> str:
+    return f"\n({missing} lines are missing here: nothing read this output)\n"
+
+
+def _num_characters(item: str | int) -> int:
+    return 0 if isinstance(item, int) else len(item)
 
 
 def _descriptor(stream: TextIO) -> int | None:
@@ -90,6 +147,11 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (OSError, ValueError):
         return None
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    descriptor = _descriptor(stream)
+    return descriptor is not None and os.isatty(descriptor)
 
 
 def _has_room(descriptor: int, seconds: float) -> bool:

@@ -88,7 +88,8 @@ def load_conversations(
                 )
             tokens.append(conversation[: seq_len + 1])  # the rest is neither trained on nor part of any share
             answers.append(is_answer[: seq_len + 1])
-    chosen = _validation(tokens, validation_fraction, source)
+    hashes = np.array([hash_of(x.tobytes()) for x in tokens], np.uint64)
+    chosen = _validation(hashes, np.array([len(x) for x in tokens]), validation_fraction, source)
     digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
     for vector in (*tokens, *answers, chosen):
         # With its length: else the same tokens in other conversations would have the same hash.
@@ -119,6 +120,7 @@ def load_conversations(
         validation=validation,
         fingerprint=digest.hexdigest()[:32],
         notes=tuple(notes),
+        hashes=hashes,
     )
 
 
@@ -202,13 +204,12 @@ def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.nd
     return tokens.astype(np.int32), np.array([turn.is_answer for turn in turns])[part]
 
 
-def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:
+def _validation(hashes: np.ndarray, lengths: np.ndarray, fraction: float, source: Source) -> np.ndarray:
     """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
-    hashes, lengths = np.array([hash_of(x.tobytes()) for x in tokens], np.uint64), np.array([len(x) for x in tokens])
     chosen = lowest_that_fit(hashes, lengths, int(fraction * int(lengths.sum())))
     if (not chosen.any() and fraction) or (chosen.all() and fraction < 1):
         raise ValueError(
-            f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "
+            f"{source.name} has {len(hashes):,} conversation{'s' if len(hashes) != 1 else ''}, of which "
             f"{int(chosen.sum()):,} fit into the validation_fraction of {fraction}: give more, or another fraction"
         )
     return chosen

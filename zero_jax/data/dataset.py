@@ -42,7 +42,7 @@ class DataConfig:
       token_cache: folder where the tokens of a text are cached; `default` is zero_jax in the user's cache folder, none
         keeps them in memory.
       validation_fraction: share of the tokens for validation: entire documents, or the end of a single one.
-      validation_data: documents to validate on, all of them, in the form of `data`, of which all is trained on then.
+      validation_data: documents to validate on, in the form of `data`, of which all is trained on then.
       separate_documents: give the model the document of each token (`segments`), so that attention stays within it;
         otherwise tokens attend to the documents before theirs. The loss never crosses documents either way.
       prefetch_batches: batches to read while the devices compute.
@@ -126,13 +126,15 @@ def load_dataset(
     loaded = _load(config, 0.0, seq_len, tokenizer, log)
     other = dataclasses.replace(config, data=config.validation_data, validation_data=None)
     validation = _load(other, 1.0, seq_len, loaded.tokenizer, log)
+    num_known = int(np.isin(validation.hashes, loaded.hashes).sum())
+    known = f"; {num_known:,} of these documents are trained on too" if num_known else ""
     return dataclasses.replace(
         loaded,
         # Its vocabulary may be larger: of conversations it has the special tokens that they use.
         tokenizer=validation.tokenizer,
         validation=validation.validation,
         fingerprint=hashlib.sha256(f"{loaded.fingerprint} {validation.fingerprint}".encode()).hexdigest()[:32],
-        notes=(*loaded.notes, f"validation on {validation}"),
+        notes=(*loaded.notes, f"validation on {validation}{known}"),
     )
 
 
@@ -170,9 +172,9 @@ def _load(config: DataConfig, fraction: float, seq_len: int, tokenizer: Tokenize
         tokens = read_tokens(source, tokenizer, **how, cache=config.cache, log=log)
     train, validation = split_documents(tokens, validation_fraction=fraction)
     if fraction < 1:
-        train.check_size(name, "training", seq_len)
+        train.check_size(name, "training", seq_len, fraction=fraction)
     if fraction:
-        validation.check_size(name, "validation", seq_len)
+        validation.check_size(name, "validation", seq_len, fraction=fraction)
     return Dataset(
         name=name,
         tokenizer=tokenizer,
@@ -181,6 +183,7 @@ def _load(config: DataConfig, fraction: float, seq_len: int, tokenizer: Tokenize
         validation=validation,
         fingerprint=_fingerprint(tokens, train, validation),
         notes=_notes(tokens, num_left_out, validation.size, asked=int(fraction * int(tokens.offsets[-1]))),
+        hashes=tokens.hashes,
     )
 
 

@@ -37,24 +37,26 @@ def as_messages(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     ShareGPT has `conversations` of `from` and `value`, Alpaca an `instruction`, maybe an `input`, and an `output`; both
     may have a `system`.
     """
-    if "conversations" in record and "messages" not in record:
+    if "messages" in record or record.keys() >= {"prompt", "completion"}:
+        return record
+    if "conversations" in record:
         turns, own = record["conversations"], ("conversations", "system")
         if not isinstance(turns, list):
             raise ValueError(f"{where}: 'conversations' is {quoted(turns)}: give a list of messages")
         messages = [_of_sharegpt(turn, f"{where}: message {number}") for number, turn in enumerate(turns, 1)]
-    elif "instruction" in record and not record.keys() & {"messages", "prompt", "completion"}:
+    elif "instruction" in record:
         own, given = (*_ALPACA, "system"), [name for name in _ALPACA[:2] if record.get(name) not in (None, "")]
         text = "\n\n".join(string(record, name, where) for name in given)
         messages = [{"role": "user", "content": text}, {"role": ANSWER, "content": string(record, "output", where)}]
     else:
         return record
-    if record.get("system"):
+    if record.get("system") not in (None, ""):
         messages = [{"role": "system", "content": string(record, "system", where)}, *messages]
     return {name: value for name, value in record.items() if name not in own} | {"messages": messages}
 
 
 def _of_sharegpt(turn: Any, place: str) -> Any:
-    if not isinstance(turn, dict) or "from" not in turn:
+    if not isinstance(turn, dict) or turn.get("from") is None or turn.get("role") is not None:
         return turn  # which `checked` takes as a message, or refuses
     speaker, content = string(turn, "from", place), string(turn, "value", place)
     if speaker not in _SPEAKERS:

@@ -48,6 +48,7 @@ class Dataset(Report):
       validation: tokens for validation.
       fingerprint: a hash of the tokens and the split; the same on every machine.
       notes: lines about documents that were left out or replaced.
+      hashes: a hash of each document, uint64 `[num_documents]`; none of a stream.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Dataset(Report):
     validation: Part
     fingerprint: str
     notes: tuple[str, ...] = ()
+    hashes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64), repr=False)
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
@@ -88,12 +90,13 @@ class TokenPart:
         """Returns the number of rows; the last one may be shorter."""
         return -(-(self.size - 1) // seq_len)
 
-    def check_size(self, name: str, what: str, seq_len: int) -> None:
-        """Raises `ValueError` for less than one row."""
+    def check_size(self, name: str, what: str, seq_len: int, *, fraction: float) -> None:
+        """Raises `ValueError` for less than one row; `fraction` is that of the tokens to validate on."""
         if self.size < seq_len + 1:
+            remedy = "more text, a shorter --seq-len, or another --validation-fraction"
             raise ValueError(
                 f"{name} has {self.size:,} tokens for {what}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "
-                "give more text, a shorter --seq-len, or another --validation-fraction"
+                f"give {remedy if 0 < fraction < 1 else 'more text, or a shorter --seq-len'}"
             )
 
     def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:

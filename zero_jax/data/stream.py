@@ -41,7 +41,8 @@ class Stream(Dataset):
     validation_fraction: float
 
     def __str__(self) -> str:
-        return f"{self.name}: a stream, {self.validation.size:,} tokens of it to validate on"
+        split = f", {self.validation.size:,} tokens of it to validate on" if self.validation_fraction else ""
+        return "; ".join([f"{self.name}: a stream{split}", *self.notes])
 
 
 def open_stream(
@@ -64,7 +65,7 @@ def open_stream(
             break
     validation = _part(documents)
     if validation_fraction:
-        validation.check_size(data, "validation", seq_len)
+        validation.check_size(data, "validation", seq_len, fraction=validation_fraction)
     digest = hashlib.sha256(repr((shape, validation_fraction)).encode())
     for tokens in documents:
         digest.update(np.ascontiguousarray(tokens, "<u4").tobytes())

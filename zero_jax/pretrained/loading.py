@@ -321,9 +321,11 @@ def warn_of_nonfinite(folder: str | os.PathLike[str], params: PyTree, counts: Ma
     leaves = leaves_by_name(params)
     shown = [f"{count:,} of {leaves[path].size:,} elements of {path!r}" for path, count in counts.items()]
     more = f", and some of {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    dtypes = {str(leaves[path].dtype) for path in counts if float(jnp.finfo(leaves[path].dtype).max) < 1e38}
+    cast = f". {' and '.join(sorted(dtypes))} has no room for larger values: take bfloat16 or float32" * bool(dtypes)
     warnings.warn(
         f"{os.fspath(folder)}: {', '.join(shown[:_SHOWN])}{more} are NaN or infinite: so is the loss where the model "
-        "uses them. Download the files again; where they are so at their source, take another checkpoint",
+        f"uses them. Download the files again; where they are so at their source, take another checkpoint{cast}",
         stacklevel=3,
     )
 

@@ -90,7 +90,9 @@ class Model:
 
 # Fields that may differ between processes: where a host has its files, whose content is compared, and what concerns
 # one process alone.
-_OF_ONE_PROCESS = re.compile(r"(out|log\..*|hang_seconds|profile_steps|data\.(data|tokenizer|token_cache|prefetch.*))$")
+_OF_ONE_PROCESS = re.compile(
+    r"(out|log\..*|hang_seconds|profile_steps|data\.(data|validation_data|tokenizer|token_cache|prefetch.*))$"
+)
 
 
 RunInput = TextInput | OwnInput  # with the same attributes and methods

@@ -356,6 +356,21 @@ def test_parts_below_the_bound_of_their_divisor(share):
     reference.assert_close(state.params, params, tolerance=1e-5)
 
 
+def test_parts_have_their_shares_of_terms_beside_scalars_like_those_of_the_batch():
+    """For `jnp.ones_like` of a scalar JAX has an equation where that has a mesh, and others in a `jax.shard_map`."""
+
+    def loss_fn(params, batch):
+        n, norm = (batch["tokens"][:, 0] < 5).sum(dtype=jnp.float32), jnp.square(params["head"]["kernel"]).sum()
+        of_each = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+        return (of_each.sum() + norm * jnp.full_like(n, 2)) / jnp.maximum(n, jnp.ones_like(n))
+
+    batch, tx = reference.make_batch(0), optax.sgd(0.01)
+    state, (metrics,) = reference.run_zero(loss_fn, tx, [batch], mesh=mesh_of("replica"), stage=2)
+    params, _, (loss,) = reference.run_plain(loss_fn, tx, [batch])
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+
+
 def on_shards(fn, *specs):
     def loss_fn(params, batch):
         x = jax.shard_map(fn, mesh=mesh_of(MESH), in_specs=specs, out_specs=P(*specs[0]), check_vma=False)(

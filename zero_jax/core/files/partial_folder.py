@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import re
@@ -11,38 +12,50 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.user_cache import HIDDEN, in_use, remove_unused
+from zero_jax.core.files.user_cache import HIDDEN, PARTIAL, in_use, remove_unused
+
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # of the kernel, since the machine was started
 
 
 @contextlib.contextmanager
-def hidden_folder(target: pathlib.Path, kind: str) -> Iterator[pathlib.Path]:
-    """Makes a hidden folder for what is to become `target`, and removes what is left of it.
+def hidden_folder(target: pathlib.Path, kind: str, *, folder: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
+    """Makes a hidden folder for what is to become `target`, beside it or in a `folder`; removes what is left of it.
 
-    So it does with what a process has left that was killed, where the file system has locks. `OSError`s are the body's.
+    So it does with those that processes of this machine have left that were killed. `OSError`s are the body's.
     """
-    folder = _beside(target)
+    folder = folder or _beside(target)
     folder.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(target)
+    remove_abandoned(target, folder)
     with contextlib.ExitStack() as stack:
-        path = None
-        while path is None:
-            # Not by the number of the process, which others have in containers that share a file system, and other
-            # threads.
-            new = folder / f"{HIDDEN}{kind}-{target.name}-{uuid.uuid4().hex[:12]}"
-            new.mkdir()
-            with contextlib.suppress(FileNotFoundError):  # another process has taken it for one that was abandoned
-                stack.enter_context(in_use(new))
-                path = new
+        # Under another name until it is locked. Not by the number of the process, which others have in containers that
+        # share a file system, and other threads.
+        new = folder / f"{PARTIAL}{uuid.uuid4().hex}"
+        new.mkdir()
+        stack.callback(shutil.rmtree, new, ignore_errors=True)
+        stack.enter_context(in_use(new))
+        path = new.rename(folder / f"{HIDDEN}{kind}-{target.name}-{_locks(folder)}-{uuid.uuid4().hex[:12]}")
         stack.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
 
 
-def remove_abandoned(target: pathlib.Path) -> None:
-    """Removes hidden folders for `target` that no process has in use: of those that were killed."""
+def remove_abandoned(target: pathlib.Path, folder: pathlib.Path | None = None) -> None:
+    """Removes hidden folders for `target` that no process has in use: of those of this machine that were killed."""
     with contextlib.suppress(OSError):
-        for path in _beside(target).iterdir():
-            if re.fullmatch(rf"{re.escape(HIDDEN)}[a-z]+-{re.escape(target.name)}-[0-9a-f]{{12}}", path.name):
+        folder = folder or _beside(target)
+        own = rf"[a-z]+-{re.escape(target.name)}-{_locks(folder)}-[0-9a-f]{{12}}|discarded-[0-9a-f]{{32}}"
+        for path in folder.iterdir():
+            if re.fullmatch(rf"{re.escape(HIDDEN)}({own})", path.name):
                 remove_unused(path)
+
+
+def _locks(folder: pathlib.Path) -> str:
+    """Returns a name of the locks of a folder: those of one kernel and one mount, without /proc of this call alone."""
+    # Over NFS, Lustre and FUSE, locks of folders are not seen by other machines, nor through other mounts.
+    try:
+        kernel = _BOOT_ID.read_text()
+    except OSError:
+        kernel = uuid.uuid4().hex
+    return hashlib.sha256(f"{kernel} {os.stat(folder).st_dev}".encode()).hexdigest()[:12]
 
 
 def _beside(target: pathlib.Path) -> pathlib.Path:

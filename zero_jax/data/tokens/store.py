@@ -214,8 +214,8 @@ def make_tokens(
         written.write(chunks)
         tokens = np.frombuffer(stream.getbuffer(), dtype)  # without a copy
         return Tokens(tokens=tokens, offsets=written.offsets, hashes=written.hashes, meta=written.meta)
-    # The cache removes one of a process that was killed, too, whatever it was to become.
-    with hidden_folder(folder, "partial") as temporary:
+    # Beside it, as a folder that is empty is replaced. The cache removes one of a process that was killed, too.
+    with hidden_folder(folder, "partial", folder=folder.parent) as temporary:
         with contextlib.nullcontext() if token_file else (temporary / _TOKENS).open("wb") as stream:
             written = _Writer(stream, dtype, meta)
             written.write(chunks)

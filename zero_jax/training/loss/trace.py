@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.core.device_put import is_on_host
@@ -16,7 +18,7 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
-from zero_jax.program.jaxprs import open_jaxpr, source_line, without_dead_code
+from zero_jax.program.jaxprs import open_jaxpr, source_line, with_results, without_dead_code
 from zero_jax.sharding.chains import SENT
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.spec import dims_of, num_shards, without
@@ -193,7 +195,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, microbatch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, microbatch, loss.placement)
-    jaxpr = traced.gradient()
+    jaxpr = traced.gradient
     gradient = traced.propagate_gradient(jaxpr)
     moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
     moves += to_experts(loss, variables, microbatch)
@@ -273,7 +275,7 @@ def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[st
 def _gradient_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> Any:
     """Returns the jaxpr of the loss and its gradient as a step places them."""
     with on_mesh(loss.placement.mesh):
-        return _TracedLoss(loss.placed(loss.to_place()), variables, batch, loss.placement).gradient()
+        return _TracedLoss(loss.placed(loss.to_place()), variables, batch, loss.placement).gradient
 
 
 class _TracedLoss:
@@ -293,19 +295,25 @@ class _TracedLoss:
         self.inputs.append(ValueSharding(dims=(), varies=True))  # the key
         self.loss = loss
 
-    def differentiated(self, derive: Callable[..., Any]) -> Any:
-        """Returns the jaxpr of a derivative of the loss by the floating params, from the loss and these."""
+    @functools.cached_property
+    def derivatives(self) -> tuple[Any, Any]:
+        """The jaxprs of loss and gradient by the floating params, and of what is kept from one to the other."""
 
         def derivative(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             of = lambda params: joined(merge(variables.params, params), variables.model_state)  # noqa: E731
-            return derive(lambda params: self.loss(of(params), batch, key), trainable(variables.params))
+            loss_fn = lambda params: self.loss(of(params), batch, key)  # noqa: E731
+            loss, vjp, aux = jax.vjp(loss_fn, trainable(variables.params), has_aux=True)
+            return (loss, aux, *vjp(np.ones((), loss.dtype))), vjp
 
-        return jax.make_jaxpr(derivative)(*self.arguments)
+        closed, shapes = jax.make_jaxpr(derivative, return_shape=True)(*self.arguments)
+        atoms, num_results = open_jaxpr(closed)[0].outvars, len(jax.tree.leaves(shapes[0]))
+        gradient, kept = (with_results(closed, x) for x in (atoms[:num_results], atoms[num_results:]))
+        return without_dead_code(gradient), without_dead_code(kept)
 
+    @property
     def gradient(self) -> Any:
-        """Returns the jaxpr of loss and gradient."""
-        value_and_grad = lambda loss, params: jax.value_and_grad(loss, has_aux=True)(params)  # noqa: E731
-        return without_dead_code(self.differentiated(value_and_grad))
+        """The jaxpr of loss and gradient."""
+        return self.derivatives[0]
 
     def propagate_gradient(self, jaxpr: Any) -> Propagation:
         """Returns the shardings of the jaxpr of loss and gradient."""
@@ -322,7 +330,7 @@ class _TracedLoss:
 
     def residuals(self) -> ResidualBytes:
         """Returns the bytes of the residuals, without those that depend on the params alone."""
-        jaxpr, _ = open_jaxpr(self.differentiated(lambda *args: jax.vjp(*args, has_aux=True)[1]))
+        jaxpr, _ = open_jaxpr(self.derivatives[1])
         sources_of = sources(jaxpr)
         variables = list(dict.fromkeys([*sources_of, *(x for each in sources_of.values() for x in each)]))
         propagated = self._propagate(jaxpr.replace(outvars=variables))

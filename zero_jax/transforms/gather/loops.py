@@ -29,7 +29,7 @@ from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathered_copies, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
-from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
+from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.transform import run_schedule, split_stages
 

@@ -277,8 +277,8 @@ def other_loops(facts: Facts) -> list[str]:
     for eqn in facts.jaxpr.eqns:
         if kind_of(eqn) == "scan" and _holds_layers(eqn, facts, scans_over_params):
             found.append(
-                f"the layers are within the loop at {line_of(eqn)}, which goes through examples: take these together, "
-                "as by jax.vmap, as microbatches are made of them by num_microbatches"
+                f"the layers are within the loop at {line_of(eqn)}, each iteration of which runs all of them: take "
+                "together what it goes through, as by jax.vmap; microbatches of examples are made by num_microbatches"
             )
     return found
 

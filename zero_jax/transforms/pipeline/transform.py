@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import platform_of
 from zero_jax.dims import SAME, Relation, TraceComparison
@@ -33,14 +33,9 @@ from zero_jax.transforms.pipeline.cut import (
     find_loops,
     pipeline_p,
 )
-from zero_jax.transforms.pipeline.interleaved import run_1f1b
+from zero_jax.transforms.pipeline.interleaved.by_microbatch import by_microbatch, run_1f1b
+from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram, variables_with_gradient
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
-from zero_jax.transforms.pipeline.microbatch import (
-    LossTraces,
-    MicrobatchProgram,
-    by_microbatch,
-    variables_with_gradient,
-)
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
@@ -220,8 +215,11 @@ def _forward(entry: FoundLoop) -> FoundLoop:
 
 
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of part of a leaf of the batch, typed with its mesh: `jnp.ones_like` asks for that."""
     shape, weak_type = (num_examples, *np.shape(x)[1:]) if np.ndim(x) else (), getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak_type)
+    typed = getattr(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x), "sharding", None)
+    sharding = NamedSharding(typed.mesh, PartitionSpec()) if isinstance(typed, NamedSharding) else None
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak_type, sharding=sharding)
 
 
 def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:

@@ -23,7 +23,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate, trace_flat, values_of
 from zero_jax.transforms.pipeline.cut import pipeline_p
-from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
+from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram
 
 
 def in_turn(closed: Any, num_params: int) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.tree import PyTree
-from zero_jax.dims import CASTS, SAME_ELEMENTS
+from zero_jax.dims import CASTS, PLACES, SAME_ELEMENTS
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, inlining
 from zero_jax.program.loss import LossProgram, Traced
@@ -75,9 +75,10 @@ class CountedTrace:
     def numbers(self) -> dict[Any, int]:
         """The numbers of equations, which are those of a trace on another number of examples, by what they make.
 
-        Equations that only change shapes have none: on a single example there are others.
+        Equations that only change shapes have none: on a single example there are others. Nor have those that place
+        values: for `jnp.ones_like` JAX has others within a `jax.shard_map`, and of shapes without a mesh.
         """
-        named = [eqn for eqn in self.opened.eqns if eqn.primitive.name not in SAME_ELEMENTS - CASTS]
+        named = [eqn for eqn in self.opened.eqns if eqn.primitive.name not in (SAME_ELEMENTS | PLACES) - CASTS]
         return {var: i for i, eqn in enumerate(named) for var in eqn.outvars}
 
     @property

@@ -190,7 +190,10 @@ class _Traces:
         if not on_parts.of_batch and on_parts.counts:
             # Its loops have the counts of a part, and so has what aux makes of their results.
             parts = [OnPart(trace, dataclasses.replace(on_parts, terms={})) for trace in traces]
-            relations = self.relations(parts, TraceComparison(num_parts, num_blocks, shares_terms=True))
+            comparison = TraceComparison(num_parts, num_blocks, shares_terms=True)
+            relations = self.relations(parts, comparison)
+            if not _terms(parts[1], comparison).items() <= on_parts.terms.items():  # which parts have shares of
+                relations = [unknown("terms are added to sums behind a loop that reads counts")] * len(relations)
             found = dataclasses.replace(found, aux=relations[1:])
         atoms = leaves_by_name(traces[0].results[1][0])
         each = zip(atoms.items(), found.aux, strict=True)
@@ -213,11 +216,8 @@ class _Traces:
         on_parts = LossOnParts(size=size, counts=powers, flat=traces[0].flat)
         parts = [OnPart(trace, on_parts) for trace in traces]
         relations = self.relations(parts, comparison)
-        numbers = {parts[1].numbers[var]: tuple(terms) for var, terms in comparison.terms.items()}
-        if numbers and len({tuple(operations(trace.closed)) for trace in traces[1:]}) > 1:
-            relations = [unknown("loss_fn does something else on one example than on several")] * len(relations)
         return _Found(
-            on_parts=dataclasses.replace(on_parts, terms=numbers),
+            on_parts=dataclasses.replace(on_parts, terms=_terms(parts[1], comparison)),
             loss=relations[0],
             aux=relations[1:],
             depends_on_counts=parts[0].of_batch(_values(traces[0])[0]) is not _values(traces[0])[0],
@@ -233,18 +233,27 @@ class _Traces:
         traces = [part.closed([part.of_batch(x) for x in _values(part.trace)]) for part in parts]
         inputs = self.inputs(len(parts[0].how.counts))
         whole, part, *single = traces
+        another = unknown("loss_fn does something else on one example than on several")
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
         if names[0] == names[1] and _holds_for_single(whole, part, single, comparison):
-            return comparison.run(whole, part, inputs)
-        # Some results may be of equal operations in all traces, and others not: each by what it alone is made of.
-        found = []
-        by_result = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
-        for whole, part, *single in zip(*by_result, strict=True):
-            if _holds_for_single(whole, part, single, comparison):
-                found += comparison.run(whole, part, inputs)
-            else:
-                found.append(unknown("loss_fn does something else on one example than on several"))
+            found = comparison.run(whole, part, inputs)
+        else:
+            # Some results may be of equal operations in all traces, and others not: each by what it alone is made of.
+            found = []
+            by_result = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+            for whole, part, *single in zip(*by_result, strict=True):
+                holds = _holds_for_single(whole, part, single, comparison)
+                found += comparison.run(whole, part, inputs) if holds else [another]
+        # Terms are known by the numbers of their equations.
+        if comparison.terms and len({tuple(operations(part.trace.closed)) for part in parts[1:]}) > 1:
+            comparison.terms.clear()
+            return [another] * len(found)
         return found
+
+
+def _terms(part: OnPart, comparison: TraceComparison) -> dict[int, tuple[tuple[int, Fraction], ...]]:
+    """Returns what parts have a share of, as `LossOnParts.terms` has it."""
+    return {part.numbers[var]: tuple(terms) for var, terms in comparison.terms.items()}
 
 
 def _holds_for_single(whole: Any, part: Any, single: Sequence[Any], comparison: TraceComparison) -> bool:

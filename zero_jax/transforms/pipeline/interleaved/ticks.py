@@ -1,35 +1,7 @@
-"""The loop over ticks in which a stage goes forward on one microbatch and backward on another: 1F1B.
-
-With V groups of layers on each of S stages, stage s is in the tick t forward at number t - s of what it does
-(`Ticks.work`), and backward at number t - (S V - 1) - (S - 1 - s), its groups in reverse order: in the last group of
-the last stage a microbatch goes backward in the tick in which it arrives. Of the groups that are between the two, at
-most 2 S V - 1, a stage keeps what the backward pass of its layers reads: their inputs if they are recomputed, else what
-their own remat says. The first S V - 1 ticks only go forward, the last S V - 1 only backward. So activations are sent
-once forward and once backward through each group, and nothing grows with the number of microbatches.
-
-With S = 3 and V = 1, where n is the microbatch n forward and n' backward::
-
-    tick       0  1  2     3     4     5     6   7   8
-    stage 0    0  1  2     3     4 0'  1'    2'  3'  4'
-    stage 1       0  1     2 0'  3 1'  4 2'  3'  4'
-    stage 2          0 0'  1 1'  2 2'  3 3'  4 4'
-    loops      f---  fbe-----------------------  b-----
-
-and with S = 2 and V = 2, whose groups are a and b. Microbatches end in the ticks that have an `e`::
-
-    tick       0   1   2   3       4       5       6       7       8       9   10  11
-    stage 0    0a  1a  0b  1b      2a 0b'  3a 1b'  2b 0a'  3b 1a'  2b'     3b' 2a' 3a'
-    stage 1        0a  1a  0b 0b'  1b 1b'  2a 0a'  3a 1a'  2b 2b'  3b 3b'  2a' 3a'
-    loops      f---------  fbe-----------  fb------------  fbe-----------  b----------
-
-What is before and behind the layers runs in each stage, on its own microbatch: only that of the first and of the last
-stage counts. What is before them runs in both directions, and so are residuals made again that nothing which arrives in
-a stage is a part of.
-"""
+"""The loop over ticks in which a stage goes forward on one microbatch and backward on another: 1F1B."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -44,12 +16,12 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate
-from zero_jax.sharding.chains import SENT, Chain, reshard, scattering
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
-from zero_jax.sharding.spec import Dims, dims_of, named, without
 from zero_jax.transforms.grad_sums import put_at, updated_at
-from zero_jax.transforms.pipeline.cut import MOVED_WHOLE, Role
+from zero_jax.transforms.pipeline.cut import Role
+from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram, layers_p
+from zero_jax.transforms.pipeline.interleaved.shared_reads import SharedReads
+from zero_jax.transforms.pipeline.interleaved.stage_passes import StagePasses
 from zero_jax.transforms.pipeline.loop import (
     Layer,
     LayersOfStage,
@@ -60,64 +32,17 @@ from zero_jax.transforms.pipeline.loop import (
     differentiated_at,
     widened,
 )
-from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import at_stages
-from zero_jax.transforms.pipeline.stage_passes import StagePasses
-from zero_jax.transforms.weight_grads import is_summed_narrow, rounded, summed_in, with_weights
+from zero_jax.transforms.weight_grads import rounded
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
-
-
-def run_1f1b(
-    program: MicrobatchProgram,
-    operands: Sequence[Any],
-    layer: Layer,
-    shardings: Sequence[NamedSharding | None] = (),
-) -> list[jax.Array]:
-    """Returns the results of a loss for the batch; its gradient is taken in the same loop.
-
-    Args:
-      program: the loss on a microbatch.
-      operands: those of the equation of the loss (`by_microbatch`); what layers take slices of is `[stages, layers /
-        stages, ...]`.
-      layer: evaluates a layer of a microbatch.
-      shardings: those of the gradients of operands, while they are summed; None leaves them open.
-    """
-    num_seeds = len(program.summed)
-    seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
-    ticks_of = functools.partial(_InterleavedTicks, program, layer, shardings)
-
-    # Twice: of the first the gradient is taken, and the second is its value without one (`by_microbatch`).
-    def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
-        loss = sum(jnp.vdot(x, results[i].astype(x.dtype)) for x, i in zip(seeds, program.summed, strict=True))
-        return [jnp.asarray(loss), jnp.asarray(loss), *results]
-
-    @jax.custom_vjp
-    def run(seeds: list[Any], operands: list[Any]) -> list[jax.Array]:
-        return with_loss(seeds, ticks_of(seeds, operands, [False] * len(operands)).run()[0])
-
-    def forward(seeds: list[Any], operands: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-        # Only for operands that a gradient is asked of: the loop sums one for each.
-        seeds, wanted = [x.value for x in seeds], [x.perturbed for x in operands]
-        results, grads = ticks_of(seeds, [x.value for x in operands], wanted).run()
-        return with_loss(seeds, results), grads
-
-    def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        loss = cotangents[0]  # the others are not differentiated
-        if not isinstance(loss, jax.Array):
-            return None, [None] * len(grads)
-        return None, [None if x is None else (x * loss).astype(x.dtype) for x in grads]
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(seeds), list(operands))
-
 
 # Over ticks: the gradients of what is shared, those of layers, and results.
 _Sums = tuple[list[Any], list[Any], list[Any]]
 
 
-class _InterleavedTicks(Ticks):
+class InterleavedTicks(Ticks):
     """The loop over ticks of a loss, for some operands of `run_1f1b`; `wanted` says which of them have a gradient."""
 
     def __init__(
@@ -134,7 +59,7 @@ class _InterleavedTicks(Ticks):
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.shards = self.shards_of(shardings)
+        self.shared = SharedReads(program, shardings)
         self.of_stage = LayersOfStage(self.loop, layer)
         self.layers: Any = self.of_stage
         if self.loop.recompute:
@@ -319,76 +244,18 @@ class _InterleavedTicks(Ticks):
             if eqn.primitive is layers_p:
                 behind.update(eqn.outvars)
                 read = zip(eqn.invars, values, strict=True)
-                sent.extend(layers([self.scattered(eqn, *each) for each in read]))
+                sent.extend(layers([self.shared.scattered(eqn, *each) for each in read]))
                 return [differentiated_at(is_last, x) for x in sent]
             if not behind.isdisjoint(jaxprs.variables(eqn)):
                 is_behind = [jaxprs.is_literal(atom) or atom in behind for atom in eqn.invars]
                 behind.update(eqn.outvars)
                 pairs = zip(is_behind, values, strict=True)
                 values = [x if known else differentiated_at(is_last, x) for known, x in pairs]
-            return self.bind(eqn, values)
+            return self.shared.bind(eqn, values)
 
         shared = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
         results = evaluate(self.jaxpr, self.consts, [work[2], *shared, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
-
-    def shards_of(self, shardings: Sequence[NamedSharding | None]) -> dict[Any, Dims]:
-        """Returns how gradients are sharded of what all stages read, and of that transposed or cast, by variable."""
-        shared = zip(self.jaxpr.invars[1 : 1 + self.num_shared], shardings, strict=False)
-        found = {x: dims_of(each, x.aval.ndim + 1)[1:] for x, each in shared if each is not None}
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name in MOVED_WHOLE and not jaxprs.is_literal(eqn.invars[0]) and eqn.invars[0] in found:
-                dims = found[eqn.invars[0]]
-                found[eqn.outvars[0]] = tuple(dims[i] for i in eqn.params.get("permutation", range(len(dims))))
-        return found
-
-    def bind(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Evaluates an equation before or behind the layers; gradients of what all stages read are reduce-scattered.
-
-        They are summed across devices in the reduce dtype. That of a product is made by each stage by itself.
-        """
-        name, dtype = eqn.primitive.name, self.loop.reduce_dtype
-        params = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
-        if name in MOVED_WHOLE:
-            return jaxprs.bind(eqn, values)
-        places, how = [i for i in params if is_summed_narrow(eqn, values[i], dtype)], {}
-        if name == "gather" and params and self.axes_of(eqn.invars[params[0]]):
-            places = []  # examples move to the features of the table: the gradients of devices are not summed
-        if name == "dot_general" and len(params) == 1 and is_float(values[params[0]]):
-            places, how = params, {"apart": self.place.by_itself}
-        weights = {i: values[i] if dtype is None else summed_in(values[i], dtype) for i in places}
-        weights = {i: self.scattered(eqn, eqn.invars[i], x) for i, x in weights.items()}
-        with jax.named_scope(SENT) if name == "gather" and params else contextlib.nullcontext():
-            operands = enumerate(zip(eqn.invars, values, strict=True))
-            values = [x if i in weights else self.scattered(eqn, atom, x) for i, (atom, x) in operands]
-            if not weights:
-                return jaxprs.bind(eqn, values)
-        with jaxprs.source_context(eqn):
-            return with_weights(eqn, values, weights, **how)
-
-    def axes_of(self, atom: Any) -> tuple[str, ...]:
-        """Returns the axes of examples that the gradient of an atom which all stages read is sharded over."""
-        dims = () if jaxprs.is_literal(atom) else self.shards.get(atom, ())
-        return tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims))
-
-    def scattered(self, eqn: Any, atom: Any, x: Any) -> Any:
-        """Returns what an equation reads; if all stages read it, its gradient there is reduce-scattered.
-
-        That of a lookup of many rows has examples moved to where their features are: of rows XLA would all-reduce it.
-        It is left to XLA where a shard of the table is larger, as examples are gathered then.
-        """
-        axes, mesh = self.axes_of(atom), self.place.mesh
-        if not axes:
-            return x
-        dims = self.shards[atom]
-        if eqn.primitive.name == "gather" and x.ndim > 1:
-            *rows, last = without(dims, axes)
-            features = (*last, *axes)
-            is_small = eqn.outvars[0].aval.size * axis_size(mesh, axes) <= x.size
-            if is_small or x.shape[-1] % axis_size(mesh, features):
-                return x
-            return reshard(x, forward=Chain(), backward=Chain((named(mesh, (*rows, features)), named(mesh, dims))))
-        return reshard(x, forward=Chain(), backward=scattering(mesh, dims, axes, shape=x.shape))
 
     def layers_of(
         self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]

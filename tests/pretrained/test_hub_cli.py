@@ -101,7 +101,7 @@ def test_adapters_are_merged_into_the_checkpoint_that_they_began_with(hub, tmp_p
         ([str(tmp_path / "runs/b")], "--merged is for runs with --lora"),
         ([folder, "--ema"], "--merged takes the params themselves"),
         ([folder, "--dtype", "int8"], "--dtype int8: with --merged give one of float32"),
-        ([str(tmp_path)], "has no config.toml"),
+        ([str(tmp_path)], "no checkpoint in "),
     ):
         status, _, err = run(["export", *words, "--out", str(tmp_path / "c"), "--merged"], capsys)
         assert status == 2 and reason in err

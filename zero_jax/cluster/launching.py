@@ -173,8 +173,8 @@ def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
     Stdout of process 0 goes to stdout unchanged. All other output goes to stderr, line by line, prefixed with the
-    number of the process. Where nothing reads it lines are dropped after some seconds. If a process fails, the others
-    get SIGTERM, and SIGKILL after the grace; with `config.min_processes` the command is then started again, as
+    number of the process. No process waits for a reader of the output that does not read. If a process fails, the
+    others get SIGTERM, and SIGKILL after the grace; with `config.min_processes` the command is then started again, as
     `Elastic` decides. SIGINT, SIGTERM and SIGHUP are passed on, and end the launch; the second one kills. No process is
     left behind.
 

@@ -166,6 +166,10 @@ def complex_sums_by_part(loss_fn: Callable[..., Any]) -> LossProgram:
     return LossProgram.of(loss_fn).then(lambda traced: traced.rewritten(by_part.rewritten(traced.closed)))
 
 
+# What sums complex numbers, or broadcasts them.
+_SUMMED = ELEMENTWISE | {"broadcast_in_dim", "reduce_sum"}
+
+
 class _ComplexSums(Rewriting):
     """Evaluates equations, sums and broadcasts of complex numbers by part."""
 
@@ -174,7 +178,7 @@ class _ComplexSums(Rewriting):
 
     def summed(self, eqn: Any) -> list[int]:
         """Returns the complex operands that an equation sums, or whose gradients are sums: it broadcasts them."""
-        if eqn.primitive.name not in ELEMENTWISE | {"broadcast_in_dim", "reduce_sum"}:
+        if eqn.primitive.name not in _SUMMED:
             return []
         shape = eqn.outvars[0].aval.shape
         avals = [(i, atom.aval) for i, atom in enumerate(eqn.invars) if atom.aval.shape not in ((), shape)]

@@ -195,7 +195,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, microbatch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, microbatch, loss.placement)
-    jaxpr = traced.gradient
+    jaxpr = traced.gradient()
     gradient = traced.propagate_gradient(jaxpr)
     moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
     moves += to_experts(loss, variables, microbatch)
@@ -275,7 +275,7 @@ def _uses_of_params(loss: StepLoss, variables: PyTree, batch: PyTree) -> dict[st
 def _gradient_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> Any:
     """Returns the jaxpr of the loss and its gradient as a step places them."""
     with on_mesh(loss.placement.mesh):
-        return _TracedLoss(loss.placed(loss.to_place()), variables, batch, loss.placement).gradient
+        return _TracedLoss(loss.placed(loss.to_place()), variables, batch, loss.placement).gradient()
 
 
 class _TracedLoss:
@@ -296,8 +296,11 @@ class _TracedLoss:
         self.loss = loss
 
     @functools.cached_property
-    def derivatives(self) -> tuple[Any, Any]:
-        """The jaxprs of loss and gradient by the floating params, and of what is kept from one to the other."""
+    def derivative(self) -> tuple[Any, int]:
+        """The jaxpr of loss, aux and gradient by the floating params, and of what is kept from one to the other.
+
+        With it comes how many results are not what is kept.
+        """
 
         def derivative(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             of = lambda params: joined(merge(variables.params, params), variables.model_state)  # noqa: E731
@@ -306,14 +309,12 @@ class _TracedLoss:
             return (loss, aux, *vjp(np.ones((), loss.dtype))), vjp
 
         closed, shapes = jax.make_jaxpr(derivative, return_shape=True)(*self.arguments)
-        atoms, num_results = open_jaxpr(closed)[0].outvars, len(jax.tree.leaves(shapes[0]))
-        gradient, kept = (with_results(closed, x) for x in (atoms[:num_results], atoms[num_results:]))
-        return without_dead_code(gradient), without_dead_code(kept)
+        return open_jaxpr(closed)[0], len(jax.tree.leaves(shapes[0]))
 
-    @property
     def gradient(self) -> Any:
-        """The jaxpr of loss and gradient."""
-        return self.derivatives[0]
+        """Returns the jaxpr of loss and gradient."""
+        jaxpr, num_results = self.derivative
+        return without_dead_code(with_results(jaxpr, jaxpr.outvars[:num_results]))
 
     def propagate_gradient(self, jaxpr: Any) -> Propagation:
         """Returns the shardings of the jaxpr of loss and gradient."""
@@ -330,7 +331,8 @@ class _TracedLoss:
 
     def residuals(self) -> ResidualBytes:
         """Returns the bytes of the residuals, without those that depend on the params alone."""
-        jaxpr, _ = open_jaxpr(self.derivatives[1])
+        jaxpr, num_results = self.derivative
+        jaxpr = without_dead_code(with_results(jaxpr, jaxpr.outvars[num_results:]))
         sources_of = sources(jaxpr)
         variables = list(dict.fromkeys([*sources_of, *(x for each in sources_of.values() for x in each)]))
         propagated = self._propagate(jaxpr.replace(outvars=variables))

@@ -13,10 +13,18 @@ import numpy as np
 from jax import lax
 
 from zero_jax.dims import is_contraction, is_float
-from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat, with_equations
-from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
+from zero_jax.program.jaxprs import (
+    alone,
+    bind,
+    inner_jaxprs,
+    is_literal,
+    is_traced,
+    open_jaxpr,
+    source_context,
+    variables,
+)
 from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
@@ -46,10 +54,10 @@ def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
     """
     found = {}
     for index, eqn, sub in scans(facts):
-        body = jaxprs.open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
+        body = open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
         of_carry = made_of((x for x in sub.split(body.invars)[1] if x.aval.ndim and is_float(x.aval)), body.eqns)
         products = [x for x in body.eqns if any(map(is_contraction, equations_of(x)))]
-        is_layer = any(not of_carry.isdisjoint(jaxprs.variables(x)) for x in products)
+        is_layer = any(not of_carry.isdisjoint(variables(x)) for x in products)
         params = {x.aval.shape for x in sub.split(eqn.invars)[0] if facts.kind(x) == "param" and x.aval.ndim}
         if params and is_layer:
             found[index] = [x for x in equations(body) if reads_one(x) and x.invars[0].aval.shape in params]
@@ -67,7 +75,7 @@ def reads_one(eqn: Any) -> bool:
     if name not in ("dynamic_slice", "gather"):
         return False
     (stack, *places), sizes = eqn.invars, tuple(eqn.params["slice_sizes"])
-    if sizes != (1, *stack.aval.shape[1:]) or stack in places or jaxprs.is_literal(places[0]):
+    if sizes != (1, *stack.aval.shape[1:]) or stack in places or is_literal(places[0]):
         return False
     return name == "dynamic_slice" or (
         places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
@@ -77,12 +85,12 @@ def reads_one(eqn: Any) -> bool:
 def layers_outside(closed: Any, num_params: int) -> Any:
     """Returns a jaxpr without calls, and without a `jax.checkpoint` around scans over layers: stages are recomputed."""
     around, closed = {0}, flattened(closed)
-    kinds = ["param" if i < num_params else "value" for i in range(len(jaxprs.open_jaxpr(closed)[0].invars))]
-    opened = jaxprs.open_jaxpr(flattened(closed, kinds=("call", "remat")))[0]
+    kinds = ["param" if i < num_params else "value" for i in range(len(open_jaxpr(closed)[0].invars))]
+    opened = open_jaxpr(flattened(closed, kinds=("call", "remat")))[0]
     # Loops that share params are layers where no others are: else they are what the user recomputes.
     layers = scans_over_params if scans_over_params(Facts(opened, kinds)) else layer_scans
     while around:
-        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        jaxpr, _ = open_jaxpr(closed)
         facts = Facts(jaxpr, kinds)
         around = {id(eqn) for eqn in jaxpr.eqns if kind_of(eqn) == "remat" and _holds_layers(eqn, facts, layers)}
         leaves = lambda eqn, around=around: kind_of(eqn) == "remat" and id(eqn) not in around  # noqa: E731
@@ -92,9 +100,9 @@ def layers_outside(closed: Any, num_params: int) -> Any:
 
 def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) -> bool:
     """Tells whether a `jax.checkpoint`, or a loop, is around a scan over layers."""
-    (inner,) = jaxprs.inner_jaxprs(eqn)
+    (inner,) = inner_jaxprs(eqn)
     inner = flattened(inner, kinds=("call", "remat"))
-    return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
+    return bool(layers(Facts(open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
 def same_scans(traces: Sequence[Any], index: int) -> list[Any]:
@@ -226,13 +234,13 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     opened, own = open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))
     shared, *_ = sub.split(opened.invars)
     inside = [i for i in stacks if shared[i] not in opened.outvars]
-    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
+    readers = {i: [x for x in opened.eqns if shared[i] in variables(x)] for i in inside}
     are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and reads_one(x) for x in eqns)  # noqa: E731
     readers = {i: eqns for i, eqns in readers.items() if eqns and are_slices(i, eqns)}
     if not readers:
         return {}
     places = list(dict.fromkeys(x.invars[1] for eqns in readers.values() for x in eqns))
-    inputs, operands = [var.aval for var in open_jaxpr(closed)[0].invars], jaxprs.alone(closed, eqn.invars)
+    inputs, operands = [var.aval for var in open_jaxpr(closed)[0].invars], alone(closed, eqn.invars)
 
     def count(*leaves: Any) -> list[Any]:
         """Runs the scan for the numbers that it reads by alone."""
@@ -247,9 +255,9 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
 
     counting = trace_flat(count, inputs)
     tables = zip(places, open_jaxpr(counting)[0].outvars, strict=True)
-    known = {x: table for x, table in tables if _is_constant(jaxprs.alone(counting, [table]))}
+    known = {x: table for x, table in tables if _is_constant(alone(counting, [table]))}
     with jax.ensure_compile_time_eval():  # these read no input
-        made = evaluate(*open_jaxpr(jaxprs.alone(counting, [*known.values()])), [None] * len(inputs))
+        made = evaluate(*open_jaxpr(alone(counting, [*known.values()])), [None] * len(inputs))
     known = dict(zip(known, map(np.asarray, made), strict=True))
     read_by = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items()}
     # For each constant `[readers, iterations]`.
@@ -286,6 +294,6 @@ def other_loops(facts: Facts) -> list[str]:
 def _is_constant(closed: Any) -> bool:
     """Tells whether a jaxpr without dead code reads neither its inputs nor an array that is traced."""
     opened, consts = open_jaxpr(closed)
-    traced = [var for var, x in zip(opened.constvars, consts, strict=True) if jaxprs.is_traced(x)]
-    read = {x for eqn in opened.eqns for x in jaxprs.variables(eqn)} | {*opened.outvars}
+    traced = [var for var, x in zip(opened.constvars, consts, strict=True) if is_traced(x)]
+    read = {x for eqn in opened.eqns for x in variables(eqn)} | {*opened.outvars}
     return read.isdisjoint((*opened.invars, *traced)) and not opened.effects

@@ -151,16 +151,22 @@ class StepLoss:
         mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
-    def to_place(self, program: LossProgram | None = None) -> LossProgram:
-        """Returns the program that `placed` takes: `fused`, or what was made of it, after all passes in between."""
-        return self.unsharded(self.recomputed(self.fused if program is None else program))
+    def to_place(self, program: LossProgram | None = None, *, mapped: bool = False) -> LossProgram:
+        """Returns the program that `placed` takes: `fused`, or what was made of it, after all passes in between.
 
-    def unsharded(self, program: LossProgram) -> LossProgram:
+        It may be to be `mapped` over devices by `jax.vmap`.
+        """
+        return self.unsharded(self.recomputed(self.fused if program is None else program), mapped=mapped)
+
+    def unsharded(self, program: LossProgram, *, mapped: bool = False) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
-        On TPUs complex numbers are summed by part, and heads are made in the form that is cheapest.
+        Operations that XLA does not partition are on each device's own examples, unless the program is to be `mapped`
+        over devices. On TPUs complex numbers are summed by part, and heads are made in the form that is cheapest.
         """
-        program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        placement = self.placement
+        is_whole = not mapped and placement.num_stages == 1
+        program = unsharded_windows(program, mesh=placement.mesh, axes=placement.axes, has_all_examples=is_whole)
         return heads_by_tiles(complex_sums_by_part(program)) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:

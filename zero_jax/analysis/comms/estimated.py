@@ -189,7 +189,7 @@ def _traffic_of_params(
 
 def _of_move(move: Any) -> EstimateRow:
     """Returns what moves in a traced function as a row."""
-    dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * move.times
+    dtype, sent = _HLO_DTYPES.get(move.dtype) or move.dtype, move.sent_bytes * move.times
     return EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
 
 
@@ -398,5 +398,5 @@ def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float
     for axes, elements in moves:
         for part, per_element in parts:
             name, sent = jnp.dtype(part).name, times * elements * per_element * jnp.dtype(part).itemsize
-            dtype = _HLO_DTYPES.get(name, name)
+            dtype = _HLO_DTYPES.get(name) or name
             yield EstimateRow(kind=kind, axes=axes, dtype=dtype, phase=phase, total_sent_bytes=sent)

@@ -1,7 +1,5 @@
 """Pools and convolutions along sharded dims, and writes to them, which XLA partitions wrongly: docs/xla_faults.md."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,51 +138,6 @@ def test_writes_to_features_that_are_sharded_over_the_model(fields):
 )
 def test_kernels_of_each_example(mesh, stage):
     check(with_kernels_of_examples, mesh, stage=stage)
-
-
-def transformed(params, batch, place):
-    """Fourier transforms of each example, for which XLA gathers all examples."""
-    del place
-
-    def layer(h, weight):
-        spectrum = jnp.fft.rfft(h, axis=1) * jnp.fft.rfft(weight[:8], axis=0)
-        h += jnp.tanh(jnp.fft.irfft(spectrum, h.shape[1], axis=1) @ weight) + 0.01 * jnp.fft.fftn(h, axes=(1, 2)).real
-        return h, None
-
-    h, _ = lax.scan(layer, batch["x"] @ params["w"], params["layers"])
-    return jnp.square(h - 1).mean()
-
-
-@pytest.mark.parametrize(
-    ("mesh", "fields"),
-    [
-        ("8", {"stage": 3}),
-        *(
-            pytest.param(*case, marks=SLOW)
-            for case in [("8", {"stage": 1, "num_microbatches": 2}), ("model2", {"stage": 3}), ("8", {"stage": 0})]
-        ),
-    ],
-    ids=str,
-)
-def test_transforms_of_each_example_are_of_the_device_that_has_it(mesh, fields):
-    check(transformed, mesh, **fields)
-    loss = lambda params, batch: transformed(params, batch, None)  # noqa: E731
-    params, batch = arrays()
-    state, step = reference.make_trainer(loss, optax.sgd(0.1), mesh=mesh_of(mesh), params=params, **fields)
-    gathered = re.findall(r"= (\S+) all-gather", step.lower(state, batch).compile().as_text())
-    assert not [x for x in gathered if re.match(r"c64\[\d+,\d+,\d+|f32\[\d+,8,16", x)], gathered  # but of params
-
-
-@pytest.mark.tpu_compiler
-def test_factorizations_of_each_example_move_nothing_on_tpus():
-    pytest.importorskip("libtpu")
-
-    def loss(params, x):
-        squares = jax.vmap(lambda x: x @ x.T + jnp.eye(8))(x @ params["w"])
-        return jnp.linalg.solve(squares, x).mean() + jnp.linalg.eigvalsh(squares).max(-1).mean()
-
-    report = compiled_traffic(loss, lambda: {"w": normal(16, 16)}, (32, 8, 16), 3)
-    assert report.sent_bytes < 32 * 8 * 8  # a fraction of the matrices
 
 
 def convolutional(params, batch, place):

@@ -4,8 +4,8 @@
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
 frozen weights with low-rank updates where they are used, `separable/` decides whether a loss may be called on parts
 of a batch, `kernels` and `roofline` estimate what a compiler makes of it, `blocks` finds the layers of a Python loop.
-All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
-wrongly. `facts` says what values are made of, and where they are read last.
+All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` and `own_examples`
+mend what XLA partitions wrongly or not at all. `facts` says what values are made of, and where they are read last.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
@@ -18,6 +18,7 @@ from zero_jax.transforms.grad_sums import SummedStacks, without_derivatives
 from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight
+from zero_jax.transforms.own_examples import own_examples
 from zero_jax.transforms.pipeline.convolutions import convolutions_as_products
 from zero_jax.transforms.pipeline.cut import Stages
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace, resolve_schedule

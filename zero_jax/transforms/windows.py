@@ -1,11 +1,10 @@
-"""Operations that XLA partitions wrongly or not at all, or lays out badly: windows, writes, transforms, heads on TPUs.
+"""Operations that XLA partitions wrongly, or lays out badly: windows, writes, mapped convolutions, and heads on TPUs.
 
 Max-pooling has a wrong gradient along every sharded dim: that of the examples, of a sequence over `model`, of a param.
 So has a write to one place of a sharded dim, as `x.at[:, 3].set(0.0)` to features over `model`.
 A convolution along the dim of the examples has a multiple of its kernel's gradient where the mesh has other axes, too.
 Both are given values that are whole along these dims. Of a convolution that `jax.vmap` maps over examples, kernels and
-all, each device computes its own examples (docs/xla_faults.md). So it does of a Fourier transform on GPUs, and of a
-factorization on TPUs, for which XLA gathers all examples.
+all, each device computes its own examples (docs/xla_faults.md).
 
 XLA:TPU makes pairs of complex numbers, and gathers what devices have of a sum of pairs: as many copies as devices. Such
 sums, and those that the gradients of broadcasts are, are made of the real and of the imaginary parts.
@@ -34,10 +33,9 @@ from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
-from zero_jax.core.device_put import platform_of
-from zero_jax.dims import ELEMENTWISE, FREE, UNKNOWN, Examples, State, computed_whole, dim_map
+from zero_jax.dims import ELEMENTWISE, FREE, Examples, State
 from zero_jax.program.dataflow import Dependence
-from zero_jax.program.jaxprs import bind, new_primitive, open_jaxpr, source_context
+from zero_jax.program.jaxprs import bind, bind_primitive, new_primitive, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import MANUAL, equations
 from zero_jax.program.walk import Rewriting
@@ -51,30 +49,22 @@ _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
-def unsharded_windows(
-    loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes, has_all_examples: bool = True
-) -> LossProgram:
+def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
-    `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into. Without
-    `has_all_examples` the batch is not over all axes of `axes.batch`: some are mapped.
+    `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
     """
-    whole_on_devices = computed_whole(platform_of(mesh)) if has_all_examples else frozenset[str]()
 
     def whole(traced: Traced) -> Traced:
         closed = traced.closed
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        names = whole_on_devices & traced.primitives
-        if mesh.size == 1 or is_manual or not (names or _WINDOWED & traced.primitives):
+        if mesh.size == 1 or is_manual or _WINDOWED.isdisjoint(traced.primitives):
             return traced.rewritten(closed)
         data = open_jaxpr(closed)[0].invars[traced.num_params :]
-        of_examples, own = _OfExamples(), _OwnExamples(mesh, axes, names)
+        of_examples = _OfExamples()
         of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
-        if names:
-            own.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
-        sizes = {x.aval.shape[0] for x in data if x.aval.shape}
-        windows = _Windows(mesh, axes, sizes, of_examples.notes, own.dims)
+        windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
         return traced.rewritten(windows.rewritten(closed))
 
     return LossProgram.of(loss_fn).then(whole)
@@ -91,48 +81,21 @@ class _OfExamples(Dependence):
         return super().operation(eqn, operands)
 
 
-class _OwnExamples(Examples):
-    """Finds in `dims`, by `id`, along which dim the examples are in the operand of some primitives, and the results."""
-
-    def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str]):
-        super().__init__(mesh, axes)
-        self.names, self.dims = names, dict[int, State]()
-
-    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
-        if eqn.primitive.name not in self.names:
-            return super().operation(eqn, operands)
-        (dim,) = operands
-        if isinstance(dim, int) and any(dim_map(eqn, i).to((0, dim)) != dim for i in range(len(eqn.outvars))):
-            dim = UNKNOWN
-        self.dims[id(eqn)] = self.join(dim, self.dims.get(id(eqn), dim))  # each time that it is run
-        return [dim] * len(eqn.outvars)
-
-
 class _Windows(Rewriting):
     """Evaluates equations, those that XLA partitions wrongly otherwise."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axes: Axes,
-        sizes: set[int],
-        kernels_of_examples: dict[int, bool],
-        own: dict[int, State],
-    ):
+    def __init__(self, mesh: Mesh, axes: Axes, sizes: set[int], kernels_of_examples: dict[int, bool]):
         super().__init__()
         self.mesh, self.batch_axes, self.sizes = mesh, axes.batch, sizes
-        self.kernels_of_examples, self.own = kernels_of_examples, own
+        self.kernels_of_examples = kernels_of_examples
         self.num_shards, self.has_others = axis_size(mesh, axes.batch), axes.size_beside_batch(mesh) > 1
 
     def changes(self, eqn: Any) -> bool:
-        return isinstance(self.own.get(id(eqn)), int) or self.is_mapped(eqn) or bool(self.windows(eqn))
+        return self.is_mapped(eqn) or bool(self.windows(eqn))
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        dim = self.own.get(id(eqn))
-        if isinstance(dim, int):
-            return self.on_devices(eqn, values, [dim], [dim] * len(eqn.outvars))
         if self.is_mapped(eqn):
-            return self.mapped(eqn, values)
+            return [self.mapped(eqn, *values)]
         windows = self.windows(eqn)
         values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
         return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
@@ -170,23 +133,19 @@ class _Windows(Rewriting):
         is_cut = self.num_shards > 1 and groups % self.num_shards == 0
         return is_cut and any(size > 1 and groups % size == 0 for size in self.sizes)
 
-    def mapped(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    def mapped(self, eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Evaluates a convolution with each device's own groups on it."""
         numbers, counts = eqn.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
         params = eqn.params | {n: eqn.params[n] // self.num_shards for n in counts if eqn.params[n] > 1}
         # `jax.vmap` merges the examples into the features of the operand, or with batch groups into its batch, and into
         # the features out of the kernel and of the result.
         of_operand = numbers.lhs_spec[1 if eqn.params["batch_group_count"] == 1 else 0]
-        dims = [of_operand, numbers.rhs_spec[0]]
-        return self.on_devices(eqn.replace(params=params), values, dims, [numbers.out_spec[1]])
-
-    def on_devices(self, eqn: Any, values: Sequence[Any], dims: Sequence[int], results: Sequence[int]) -> Sequence[Any]:
-        """Evaluates an operation on each device's own examples, which are along some dims of operands and results."""
-        in_specs, out_specs = ([PartitionSpec(*[None] * dim, self.batch_axes) for dim in x] for x in (dims, results))
+        dims = of_operand, numbers.rhs_spec[0], numbers.out_spec[1]
+        *in_specs, out_specs = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
+        own = functools.partial(bind_primitive, eqn.primitive, params)
         with source_context(eqn):
-            own = lambda *xs: bind(eqn, xs)  # noqa: E731
             run = jax.shard_map(own, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
-            return run(*values)
+            return run(x, kernel)
 
 
 def _written_at_one_place(eqn: Any) -> set[int]:

@@ -51,6 +51,7 @@ from zero_jax.transforms import (
     gathered,
     heads_by_tiles,
     lookups_by_place,
+    own_examples,
     rematerialize,
     resolve_remat,
     resolve_schedule,
@@ -161,12 +162,12 @@ class StepLoss:
     def unsharded(self, program: LossProgram, *, mapped: bool = False) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
-        Operations that XLA does not partition are on each device's own examples, unless the program is to be `mapped`
-        over devices. On TPUs complex numbers are summed by part, and heads are made in the form that is cheapest.
+        What XLA would compute for all examples on every device is of each device's own, unless the program is to be
+        `mapped` over devices. On TPUs complex numbers are summed by part, and heads are made in the cheapest form.
         """
-        placement = self.placement
-        is_whole = not mapped and placement.num_stages == 1
-        program = unsharded_windows(program, mesh=placement.mesh, axes=placement.axes, has_all_examples=is_whole)
+        mesh, axes = self.placement.mesh, self.placement.axes
+        program = program if mapped or axes.num_stages(mesh) > 1 else own_examples(program, mesh=mesh, axes=axes)
+        program = unsharded_windows(program, mesh=mesh, axes=axes)
         return heads_by_tiles(complex_sums_by_part(program)) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:

@@ -39,8 +39,8 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if is_manual or not names or axis_size(mesh, axes.batch) == 1:
             return traced.rewritten(closed)
-        for change in (_Loops, _Operations):  # an operation in a loop is one of several examples then
-            found = _Found(mesh, axes, names)
+        for change in (_OwnLoops, _OwnOperations):  # an operation in a loop is one of several examples then
+            found = _Owned(mesh, axes, names)
             data = open_jaxpr(closed)[0].invars[traced.num_params :]
             found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
             closed = change(mesh, axes, found.dims).rewritten(closed)
@@ -49,7 +49,7 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
     return LossProgram.of(loss_fn).then(owned)
 
 
-class _Found(Examples):
+class _Owned(Examples):
     """Finds in `dims`, by `id`, along which dim the examples are in the operand of some primitives, and the results."""
 
     def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str]):
@@ -112,7 +112,7 @@ class _Own(Rewriting):
         return id(eqn) in self.dims
 
 
-class _Operations(_Own):
+class _OwnOperations(_Own):
     """Evaluates Fourier transforms and factorizations of examples within a `jax.shard_map`."""
 
     def changes(self, eqn: Any) -> bool:
@@ -127,7 +127,7 @@ class _Operations(_Own):
             return own(*values)
 
 
-class _Loops(_Own):
+class _OwnLoops(_Own):
     """Evaluates loops over examples by steps of one example of each device."""
 
     def changes(self, eqn: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a user gets wrong is a ValueError that names it and ends with the remedy."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -232,6 +233,20 @@ def test_params_that_are_no_arrays(given):
             mesh=mesh_of("4"),
             config=reference.make_config(),
         )
+
+
+def test_containers_that_jax_does_not_know(tmp_path):
+    Pair = dataclasses.make_dataclass("Pair", ["up", "down"])
+    config, batch = reference.make_config(stage=1), collections.UserDict(make_batch())
+    with pytest.raises(ValueError, match=r"of type Pair, .*register its class, jax.tree_util.register_dataclass\(Pair\)"):
+        zero.init_state(lambda _: Pair(1.0, 2.0), optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
+    step = zero.make_train_step(loss_fn, optax.adam(0.01), mesh=mesh_of("4"), config=config)
+    trainer = lambda batch: zero.Trainer(  # noqa: E731
+        loss_fn, lambda _: host_params(), [batch], config=zero.TrainConfig(steps=1, out=tmp_path, name="a")
+    ).train()
+    for take in (lambda x: zero.shard_batch(x, mesh=mesh_of("4")), lambda x: step(stage_1_state(), x), trainer):
+        with pytest.raises(ValueError, match=r"batch is .* of type UserDict, no array: make a dict of it, dict\("):
+            take(batch)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["act"])

@@ -464,14 +464,14 @@ def test_a_nan_of_debug_nans_has_the_line_that_made_it():
     def loss(params, batch):
         return jnp.log(loss_fn(params, batch) - batch["inputs"][0, 0])
 
-    tx, batch = optax.adam(0.01), make_batch()
+    tx, batch, state = optax.adam(0.01), make_batch(), make_on(mesh_of("4"), stage=1)
     make_step = lambda: zero.make_train_step(loss, tx, mesh=mesh_of("4"), config=reference.make_config(stage=1))  # noqa: E731
     good, bad = ({**batch, "inputs": batch["inputs"] * 0 + x} for x in (0, 1e30))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\)") as found:
-        make_step()(stage_1_state(), bad)
+        make_step()(state, bad)
     assert any(f"it was made at {__file__}:{loss.__code__.co_firstlineno + 1}:" in x for x in found.value.__notes__)
     assert [entry.path.name for entry in found.traceback if "zero_jax" in entry.path.parts] == ["jaxprs.py"]
     step = make_step()
-    state, _ = step(stage_1_state(), good)
+    state, _ = step(state, good)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"donated: .*set jax_debug_nans .*before"):
         step(state, bad)

@@ -29,12 +29,16 @@ if _is_fast and importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 # On few cores XLA has a thread for each device, and a device may wait in several collectives (docs/xla_faults.md).
 os.environ.setdefault("NPROC", "32")
+# OpenBLAS's threads wait in loops: those of eight devices that factorize matrices take four times the CPU of the work.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
 gc.set_threshold(50_000, 20, 50)
 # `nohup` and shells that start this in the background ignore signals that tests send; processes inherit that.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
+# Of the ten frames that JAX has in each operation's metadata one is read: the rest is a twentieth of lowering and XLA.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 # Tests have a folder for compiled programs (`kept_programs`), and processes that they start none, unless told.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.

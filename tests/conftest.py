@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -73,6 +73,17 @@ _MOST_BYTES = 10**9
 def kept_programs(pytestconfig: pytest.Config) -> pathlib.Path:
     """The folder in which programs that were compiled for CPUs are kept, for other tests and the next run of them."""
     return pytestconfig.stash[_PROGRAMS]
+
+
+@pytest.fixture(scope="module")
+def all_frames() -> Iterator[None]:
+    """Has as many callers in the metadata of operations as users have by default."""
+    import jax
+
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
 
 
 @pytest.fixture

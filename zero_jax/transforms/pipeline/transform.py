@@ -32,9 +32,10 @@ from zero_jax.transforms.pipeline.cut import (
     Stages,
     find_loops,
     pipeline_p,
+    variables_with_gradient,
 )
 from zero_jax.transforms.pipeline.interleaved.by_microbatch import by_microbatch, run_1f1b
-from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram, variables_with_gradient
+from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers

@@ -264,9 +264,3 @@ def _numbers(traces: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         for atoms in zip(*(eqn.invars for eqn in eqns), strict=True):
             if all(map(jaxprs.is_literal, atoms)):
                 yield tuple(np.asarray(atom.val) for atom in atoms)
-
-
-def variables_with_gradient(jaxpr: Any, num_params: int) -> set[Any]:
-    """Returns the variables of a loss through which params have a gradient."""
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)

@@ -244,9 +244,9 @@ class ZeroConfig:
         is_once, quantize = "grads" not in sharded_groups(self.stage), self.resolved_quantize()
         if quantize is not None and not is_once and not set(quantize.grad_axes(axes)) <= set(axes.copies):
             raise ValueError(
-                f"quantize: grads={quantize.grads!r} with pipe: at stage={self.stage} gradients are sent in every tick, "
-                "as sums of all devices: give stage=1, which sends them once a step, grads_over='replica' with replica, "
-                "or leave grads out"
+                f"quantize: grads={quantize.grads!r} with pipe: at stage={self.stage} gradients are sent in every "
+                "tick, as sums of all devices: give stage=1, which sends them once a step, grads_over='replica' with "
+                "an axis replica, or leave grads out"
             )
         if quantize is not None and quantize.error_feedback and resolve_schedule(self.pipeline).num_groups > 1:
             raise ValueError(

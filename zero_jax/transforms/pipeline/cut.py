@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Pair, Relation, TraceComparison
+from zero_jax.dims import (
+    CASTS,
+    EXTREMA,
+    SAME,
+    SAME_ELEMENTS,
+    Kind,
+    Pair,
+    Relation,
+    TraceComparison,
+    dim_of_examples,
+    rows,
+    sizes_of,
+)
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import flattened
@@ -203,10 +215,10 @@ def find_loops(
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             # Of one example there may be another shape: the layers that run are not those that are compared.
             shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
-            of_one_shape = [i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1]
-            of_batch = {i: not jaxprs.is_literal(x := shared[i][0]) and x in again for i in of_one_shape}
+            of_one_shape = {i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1}
+            are_again = [not jaxprs.is_literal(x) and x in again for x in eqn.invars]
             have_gradient = [var in with_gradient for var in eqn.outvars]
-            roles = _roles(compared, pair, (inputs, of_batch, have_gradient), comparison)
+            roles = _roles(compared, pair, (inputs, of_one_shape, are_again, have_gradient), comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
@@ -282,25 +294,31 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
 def _roles(
     compared: tuple[Any, Any],
     pair: Pair,
-    known: tuple[Sequence[Relation], Mapping[int, bool], Sequence[bool]],
+    known: tuple[Sequence[Relation], Collection[int], Sequence[bool], Sequence[bool]],
     comparison: TraceComparison,
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results.
 
-    What all its layers read, and is no value of each example, is that of the whole batch, by its number in `of_batch`;
-    but for what is made again of each microbatch, for which that is true. Beside it, `known` has the relations of the
-    inputs, and which results have a gradient.
+    What is made before the layers is that of the whole batch, of which a microbatch has its examples, whatever it is
+    made of; but for what is made again of each microbatch. `known` has the relations of the inputs, which constants
+    have the same shape in a microbatch, which operands are made again, and which results have a gradient.
     """
-    inputs, of_batch, have_gradient = known
+    inputs, of_one_shape, are_again, have_gradient = known
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
-    for i, is_again in of_batch.items():
+    sizes = sizes_of(inputs, *compared)
+    for i, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
         if operands[i].is_plain:
             continue
-        if is_again:
+        if i in of_one_shape and are_again[i]:
             raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
-        operands[i] = SAME
+        if i in of_one_shape:
+            operands[i] = SAME
+        elif (dim := dim_of_examples(atoms[0].aval.shape, atoms[1].aval.shape, sizes)) is not None:
+            if are_again[i]:
+                raise CannotCut(f"pipeline='1f1b': {operands[i].why or 'its layers read what is not of each example'}")
+            operands[i] = rows(dim)
     comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
     results = comparison.equation(pair, operands)
     comparison.source = ""
@@ -312,7 +330,9 @@ def _roles(
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
     for x, flag in zip(carry, have_gradient, strict=False):
         role_of(x, "what its layers begin with", has_gradient=flag)
-    made = [role_of(x, "what its layers make", has_gradient=flag) for x, flag in zip(results, have_gradient, strict=True)]
+    made = [
+        role_of(x, "what its layers make", has_gradient=flag) for x, flag in zip(results, have_gradient, strict=True)
+    ]
     return shared, made
 
 

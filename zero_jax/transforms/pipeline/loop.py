@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
@@ -387,9 +386,11 @@ def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 
 def extremum_of_none(kind: Kind, dtype: Any) -> Any:
     """Returns what the largest (MAX) or smallest (MIN) of no values is."""
-    if dtype == bool:
-        return kind is Kind.MIN
-    least, most = (-np.inf, np.inf) if jnp.issubdtype(dtype, np.floating) else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    if jnp.issubdtype(dtype, jnp.floating):
+        least, most = -jnp.inf, jnp.inf
+    else:
+        limits = None if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype)
+        least, most = (False, True) if limits is None else (limits.min, limits.max)
     return least if kind is Kind.MAX else most
 
 

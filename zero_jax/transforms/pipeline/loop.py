@@ -29,7 +29,7 @@ from zero_jax.dims import EXTREMA, Kind, is_float
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import at_stages, is_never_kept
+from zero_jax.transforms.pipeline.place import at_stages, extremum_of_none, is_never_kept
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # The most layers of a stage that are compiled one by one, if they keep more than their inputs.
@@ -382,16 +382,6 @@ _differentiated_at.defvjp(
 def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     """Returns a sum to which some stages add."""
     return old + at_stages(stages, new, jnp.zeros_like(new)).astype(old.dtype)
-
-
-def extremum_of_none(kind: Kind, dtype: Any) -> Any:
-    """Returns what the largest (MAX) or smallest (MIN) of no values is."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        least, most = -jnp.inf, jnp.inf
-    else:
-        limits = None if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype)
-        least, most = (False, True) if limits is None else (limits.min, limits.max)
-    return least if kind is Kind.MAX else most
 
 
 def widened(x: Any) -> jax.Array:

@@ -191,10 +191,12 @@ class _End:
         if self.is_single:
             return [jnp.ones((), wide(self.summed[0].aval.dtype))]
         others = [x for x in self.results if x not in self.summed]
+        of_loss = read_for(self.whole.outvars[:1], self.eqns)
+        eqns = [eqn for eqn in self.eqns if not of_loss.isdisjoint(eqn.outvars)]
 
         def loss(summed: list[Any], rest: list[Any]) -> Any:
             own = env | dict(zip((*self.summed, *others), (*summed, *rest), strict=True))
-            evaluate_equations(self.eqns, own)
+            evaluate_equations(eqns, own)
             return own[self.whole.outvars[0]]
 
         # The derivatives of a sum of sums are the same everywhere, also at zeros; the trace says whether it is one.

@@ -95,6 +95,17 @@ def test_params_that_are_mixed_before_the_layers_are_refused_by_1f1b_alone():
         one_step(of_batch_statistics, mesh=mesh, stage=3, pipeline="1f1b")
 
 
+def test_examples_of_an_encoder_that_are_mixed_behind_the_layers_are_refused_by_1f1b():
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        other, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["w"][:2])
+        x, _ = jax.lax.scan(layer, batch["images"] + other, params["w"])
+        return jnp.square(x - other[::-1]).mean(), {}
+
+    with pytest.raises(ValueError, match=r"pipeline='1f1b': .* mixed at .*whole_batch.*give pipeline='gpipe'"):
+        one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+
+
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_a_maximum_that_the_loss_reads_is_refused(pipeline):
     def loss_fn(params, batch):

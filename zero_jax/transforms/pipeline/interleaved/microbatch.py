@@ -132,6 +132,7 @@ class LossTraces:
         moves = (eqn for eqn in eqns if eqn.primitive.name in SHAPES | COPIES)
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
+        comparison.keeps_whole = False  # from here on what is given has no mark of the params that it is made of
         # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
         loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and with_gradient.isdisjoint(eqn.outvars))
         others = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]

@@ -21,7 +21,7 @@ from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, variables
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import Subcall, subcall
+from zero_jax.program.subcalls import MANUAL, Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
@@ -30,18 +30,20 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
     """Transforms `loss_fn(params, batch, ...)` so that each device computes its own examples, and none of the others.
 
     The batch is sharded over the axes `axes.batch`. The result computes the same values and has the same derivatives.
-    Of loops over examples those change that carry nothing from one to the next but sums.
+    Of loops over examples those change that carry nothing from one to the next but sums. Chunks that all devices can
+    share stay as they are: a step on as many would take their memory.
     """
 
     def owned(traced: Traced) -> Traced:
         closed = traced.closed
-        names = (computed_whole(platform_of(mesh)) | {"scan"}) & traced.primitives
+        names = computed_whole(platform_of(mesh)) & traced.primitives
+        has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or not names or axis_size(mesh, axes.batch) == 1:
+        if is_manual or not (names or has_loops) or axis_size(mesh, axes.batch) == 1:
             return traced.rewritten(closed)
         for change in (_OwnLoops, _OwnOperations):  # an operation in a loop is one of several examples then
-            found = _Owned(mesh, axes, names)
             data = open_jaxpr(closed)[0].invars[traced.num_params :]
+            found = _Owned(mesh, axes, names, {x.aval.shape[0] for x in data if x.aval.shape})
             found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
             closed = change(mesh, axes, found.dims).rewritten(closed)
         return traced.rewritten(closed)
@@ -52,9 +54,9 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
 class _Owned(Examples):
     """Finds in `dims`, by `id`, along which dim the examples are in the operand of some primitives, and the results."""
 
-    def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str]):
+    def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str], batch_sizes: set[int]):
         super().__init__(mesh, axes)
-        self.names, self.dims = names, dict[int, State]()
+        self.names, self.batch_sizes, self.dims = names, batch_sizes, dict[int, State]()
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         if eqn.primitive.name not in self.names:
@@ -65,12 +67,15 @@ class _Owned(Examples):
 
     def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[State]) -> Sequence[State]:
         results = super().of_jaxprs(eqn, sub, operands)
-        if sub.kind != "scan" or not _carries_sums(sub):
+        if sub.kind != "scan" or not _carries_sums(eqn):
             return results
-        sliced = {*sub.split(operands)[2]}
-        is_own = 0 in sliced and sliced <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
+        states, shapes = (sub.split(x)[2] for x in (operands, [atom.aval.shape for atom in eqn.invars]))
+        can_be_own = 0 in states and {*states} <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
+        chunks = [shape[1:2] for state, shape in zip(states, shapes, strict=True) if state == 0]
+        is_shared = sub.length not in self.batch_sizes and all(x and x[0] % self.num_shards == 0 for x in chunks)
         stacks = [0] * (len(results) - sub.num_carry)  # each step has an example of its own
-        return [*results[: sub.num_carry], *stacks] if self.note(eqn, 0 if is_own else UNKNOWN) == 0 else results
+        is_own = self.note(eqn, 0 if can_be_own and not is_shared else UNKNOWN) == 0
+        return [*results[: sub.num_carry], *stacks] if is_own else results
 
     def note(self, eqn: Any, dim: State) -> State:
         """Notes the dim of the examples each time that an equation is run, and returns it."""
@@ -78,8 +83,10 @@ class _Owned(Examples):
         return dim
 
 
-def _carries_sums(sub: Subcall) -> bool:
-    """Tells whether all that a scan carries is added to once in each step, and not read otherwise."""
+def _carries_sums(eqn: Any) -> bool:
+    """Tells whether an equation is a scan, and all that it carries is added to once in each step, and else not read."""
+    if eqn.primitive.name != "scan" or (sub := subcall(eqn)) is None:
+        return False
     jaxpr, _ = open_jaxpr(sub.jaxpr)
     readers: dict[Any, list[Any]] = {var: [] for var in jaxpr.invars}
     for eqn in jaxpr.eqns:

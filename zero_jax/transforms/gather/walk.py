@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zero_jax.program.walk import Packed, Walk
 from zero_jax.sharding.chains import gather_scope, params_scope, scattered_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
-from zero_jax.sharding.spec import Dims
+from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
 from zero_jax.transforms.gather.deferred import (
@@ -37,10 +37,11 @@ from zero_jax.transforms.gather.deferred import (
     relative,
 )
 from zero_jax.transforms.gather.events import Notes
+from zero_jax.transforms.gather.grown import can_be_mapped, dim_of_examples
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
-from zero_jax.transforms.gather.loops import hoisted, shared_once, sliced, staged
+from zero_jax.transforms.gather.loops import by_device, hoisted, shared_once, sliced, staged, with_moved
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.per_device import SAME_PARAM, example_dims, multiply
+from zero_jax.transforms.gather.per_device import combine, example_dims, multiply
 from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product
 from zero_jax.transforms.gather.uses import gathered_use, refuse_gathered
@@ -94,7 +95,7 @@ class GatherWalk(Walk[GatherFrame]):
         uses = facts.uses if frame.ends_forward and deferred else {}
         last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
-        ins = shared_once(self, jaxpr, ins, uses)
+        ins = by_device(self, facts, shared_once(self, jaxpr, ins, uses))
         env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
@@ -178,7 +179,8 @@ class GatherWalk(Walk[GatherFrame]):
         is_lazy = params_only and not (inner or is_reduction or eqn.effects)
         is_lazy = is_lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
         if out_dims is not None or is_lazy:
-            return self.derive(eqn, values, out_dims)
+            made = self.derive(eqn, values, out_dims)
+            return made if out_dims is not None else [with_moved(self, eqn, values, x) for x in made]
         if is_reduction:
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         # What is left is a use. Derivatives of the user's and the sums of scatters have jaxprs, and use params as
@@ -206,7 +208,9 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
-        how = {"is_mixed": id(eqn) in self.mixed, "sent": sent, "bind": self.bind}
+        # What is made of params and constants is on all devices as what is mixed is, such as biases of positions.
+        is_unsharded = id(eqn) in self.mixed or (is_contraction(eqn) and all(value.params_only for value in values))
+        how = {"is_mixed": is_unsharded, "sent": sent, "bind": self.bind}
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             return _values(gathered_use(self.options, eqn, values, **how)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
@@ -230,20 +234,41 @@ class GatherWalk(Walk[GatherFrame]):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
-        """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
-        name, mesh, axes = eqn.primitive.name, self.options.mesh, self.options.axes
-        arrays = [self.gathered_array(value) for value in values]
+        """An equation on what each device has its own copy of: `only_multiplied` and `grown_params` say what can be."""
         places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
-        if name in SAME_PARAM and all(value.params_only for value in values):
+        arrays = [value.array if i in places else self.gathered_array(value) for i, value in enumerate(values)]
+        if can_be_mapped(eqn) and all(value.params_only for value in values):
             in_axes = [0 if i in places else None for i in range(len(values))]
-            return [Copies(jaxprs.bind_mapped(eqn, arrays, in_axes), params_only=True)]
-        dims = None
-        if name == "dot_general" and len(places) == 1:
-            dims = example_dims(eqn, places[0], self.batch_sizes, axis_size(mesh, axes.batch))
-        if dims is None:  # any of the copies will do
-            first = [Value(v.array[0], params_only=True) if isinstance(v, Copies) else v for v in values]
-            return self.on_params(eqn, first, frame)
-        return [Value(multiply(eqn, arrays, places[0], dims, mesh=mesh, axes=axes), params_only=False)]
+            made = jaxprs.bind_mapped(eqn, arrays, in_axes)
+            # Pinned, and so are the cotangents: XLA would shard them as the params' gradients are.
+            by_device = named(self.options.mesh, (self.options.axes.batch, *[()] * (made.ndim - 1)))
+            return [Copies(jax.lax.with_sharding_constraint(made, by_device), params_only=True)]
+        how = {"mesh": self.options.mesh, "axes": self.options.axes}
+        if eqn.primitive.name == "dot_general" and len(places) == 1 and (dims := self.example_dims(eqn, places[0])):
+            return [Value(multiply(eqn, arrays, places[0], dims, **how), params_only=False)]
+        if (dim := self.dim_of_examples(eqn, places)) is not None:
+            return [Value(combine(eqn, arrays, places, dim, **how), params_only=False)]
+        return self.on_params(eqn, [value.at_home() for value in values], frame)
+
+    def example_dims(self, eqn: Any, param: int) -> tuple[int, int] | None:
+        """Returns the dim of examples in the other factor of a product with a param and in its result, or None."""
+        state, num_blocks = self.states(eqn)[1 - param], axis_size(self.options.mesh, self.options.axes.batch)
+        return example_dims(eqn, param, num_blocks, batch_sizes=self.batch_sizes, state=state)
+
+    def dim_of_examples(self, eqn: Any, copies: Collection[int]) -> int | None:
+        """Returns the dim of examples of an elementwise operation with copies, or None."""
+        return dim_of_examples(eqn, copies, self.states(eqn), axis_size(self.options.mesh, self.options.axes.batch))
+
+    def states(self, eqn: Any) -> Sequence[Any]:
+        """Returns the dims of examples in the operands of an equation, where they are known."""
+        unknown = [None] * len(eqn.invars)
+        return unknown if self.examples is None else self.examples.operands.get(id(eqn), unknown)
+
+    def is_by_device(self, eqn: Any, copies: Collection[int]) -> bool:
+        """Tells whether an operation with copies can be one of each device's examples with its own."""
+        if eqn.primitive.name == "dot_general":
+            return len(copies) == 1 and self.example_dims(eqn, min(copies)) is not None
+        return self.dim_of_examples(eqn, copies) is not None
 
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""

@@ -38,7 +38,6 @@ from zero_jax.transforms.gather.deferred import (
     gathering,
     is_unsharded,
 )
-from zero_jax.transforms.gather.grown import grown_params
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram
@@ -155,10 +154,10 @@ def shared_once(
     Each device has a copy, whose gradients are reduced once. `uses` have the params of each equation that uses some.
     """
     counts, shared = collections.Counter(itertools.chain.from_iterable(uses.values())), list[int]()
-    results = list(values)
+    results, dims = list(values), walk.by_device.example_dims
     for i, count in counts.items():
         is_plain = isinstance(values[i], Lazy) and not values[i].is_gathered and _is_plain(walk, values[i])
-        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], walk.example_dims):
+        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], dims):
             shared.append(i)
     if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
         return results
@@ -169,13 +168,14 @@ def shared_once(
     return results
 
 
-def by_device(walk: Any, facts: Facts, values: Sequence[Any]) -> list[Lazy | Value]:
+def copied_where_grown(walk: Any, facts: Facts, values: Sequence[Any]) -> list[Lazy | Value]:
     """Gives each device a copy of the params of which larger values are made, as biases of positions are."""
     results, options = list(values), walk.options
     if walk.examples is None or not facts.uses or options.axes.size_beside_batch(options.mesh) > 1:
         return results
-    for i in grown_params(facts, values, walk.is_by_device):
-        if _is_plain(walk, values[i]) and not values[i].is_gathered:
+    for i in walk.by_device.grown_params(facts, values):
+        is_stored_unsharded = values[i].dims is not None and not (values[i].is_shard or values[i].on_host)
+        if is_stored_unsharded or (_is_plain(walk, values[i]) and not values[i].is_gathered):
             results[i] = _copies(walk, values[i])
     return results
 
@@ -223,7 +223,7 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
     jaxpr, _ = open_jaxpr(sub.jaxpr)
-    if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.example_dims):
+    if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.by_device.example_dims):
         return _copies(walk, value)
     root = walk.gathered_array(value)
     if walk.options.product_dtype is None:

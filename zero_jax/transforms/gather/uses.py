@@ -7,6 +7,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax import lax
+from jax.sharding import NamedSharding
+
 from zero_jax.dims import has_wrong_gradient, is_float
 from zero_jax.program.walk import Packed
 from zero_jax.sharding.chains import reshard_p
@@ -17,11 +20,19 @@ from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, with
 
 
 def gathered_use(
-    options: GatherOptions, eqn: Any, values: Sequence[Any], *, is_mixed: bool, sent: SentProduct | None, bind: Bind
+    options: GatherOptions,
+    eqn: Any,
+    values: Sequence[Any],
+    *,
+    is_mixed: bool,
+    sent: SentProduct | None,
+    bind: Bind,
+    shared: NamedSharding | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns an equation on gathered params as a function of the arrays that its inputs are made of.
 
-    `is_mixed` says that a factor is unsharded, as its examples were mixed; `bind` evaluates equations.
+    `is_mixed` says that a factor is unsharded, as its examples were mixed; `bind` evaluates equations. The result, and
+    its cotangent, is sharded as `shared` says.
     """
     inputs, evaluate = flat_product(eqn, values)
     lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
@@ -42,10 +53,12 @@ def gathered_use(
             copies = gathered_copies(options, weight, dtype=grads.dtype if grads.places else None)
             return [by_rows(eqn, [*map(array_of_use, (rows, sizes))], copies, mesh=options.mesh, axes=options.axes)]
         factors = [array_of_use(value) for value in inputs]
-        if not grads.places:
-            return evaluate(factors, bind)
-        weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
-        return evaluate(factors, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
+        evaluated_by = bind
+        if grads.places:
+            weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
+            evaluated_by = lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how)  # noqa: E731
+        results = evaluate(factors, evaluated_by)
+        return results if shared is None else [lax.with_sharding_constraint(x, shared) for x in results]
 
     return region
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ from zero_jax.program.walk import Packed, Walk
 from zero_jax.sharding.chains import gather_scope, params_scope, scattered_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
-from zero_jax.sharding.spec import Dims, named
+from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
+from zero_jax.transforms.gather.copied import ByDevice
 from zero_jax.transforms.gather.deferred import (
     Copies,
     GatherOptions,
@@ -37,12 +38,10 @@ from zero_jax.transforms.gather.deferred import (
     relative,
 )
 from zero_jax.transforms.gather.events import Notes
-from zero_jax.transforms.gather.grown import can_be_mapped, dim_of_examples
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
-from zero_jax.transforms.gather.loops import by_device, hoisted, shared_once, sliced, staged, with_moved
+from zero_jax.transforms.gather.loops import copied_where_grown, hoisted, shared_once, sliced, staged, with_moved
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.per_device import combine, example_dims, multiply
-from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
+from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution, shared_rows
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product
 from zero_jax.transforms.gather.uses import gathered_use, refuse_gathered
 from zero_jax.transforms.pipeline.transform import pipeline_p
@@ -72,6 +71,7 @@ class GatherWalk(Walk[GatherFrame]):
         self.records = notes.events is not None  # what is noted has the full path of each param
         self.mixed = frozenset() if examples is None else examples.mixed
         self.gathered_array = functools.partial(gathered_array, options)
+        self.by_device = ByDevice(options, batch_sizes, {} if examples is None else examples.operands)
         self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
@@ -95,7 +95,7 @@ class GatherWalk(Walk[GatherFrame]):
         uses = facts.uses if frame.ends_forward and deferred else {}
         last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
-        ins = by_device(self, facts, shared_once(self, jaxpr, ins, uses))
+        ins = copied_where_grown(self, facts, shared_once(self, jaxpr, ins, uses))
         env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
@@ -208,15 +208,18 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
-        # What is made of params and constants is on all devices as what is mixed is, such as biases of positions.
-        is_unsharded = id(eqn) in self.mixed or (is_contraction(eqn) and all(value.params_only for value in values))
-        how = {"is_mixed": is_unsharded, "sent": sent, "bind": self.bind}
+        rows, is_of_params = None, is_contraction(eqn) and all(value.params_only for value in values)
+        if is_of_params and not self.options.mapped:
+            rows = shared_rows(eqn, values, mesh=self.options.mesh, axes=self.options.axes)
+        # What is made of params and constants is on all devices, as what is mixed is.
+        is_unsharded = id(eqn) in self.mixed or (is_of_params and rows is None)
+        how = {"is_mixed": is_unsharded, "sent": sent, "bind": self.bind, "shared": rows}
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             return _values(gathered_use(self.options, eqn, values, **how)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
         prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
-        key = (*jaxprs.equation_key(eqn), how["is_mixed"], frame.prevent_cse, packed.key, sent is None)
+        key = (*jaxprs.equation_key(eqn), is_unsharded, rows, frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
@@ -234,41 +237,10 @@ class GatherWalk(Walk[GatherFrame]):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
-        """An equation on what each device has its own copy of: `only_multiplied` and `grown_params` say what can be."""
-        places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
-        arrays = [value.array if i in places else self.gathered_array(value) for i, value in enumerate(values)]
-        if can_be_mapped(eqn) and all(value.params_only for value in values):
-            in_axes = [0 if i in places else None for i in range(len(values))]
-            made = jaxprs.bind_mapped(eqn, arrays, in_axes)
-            # Pinned, and so are the cotangents: XLA would shard them as the params' gradients are.
-            by_device = named(self.options.mesh, (self.options.axes.batch, *[()] * (made.ndim - 1)))
-            return [Copies(jax.lax.with_sharding_constraint(made, by_device), params_only=True)]
-        how = {"mesh": self.options.mesh, "axes": self.options.axes}
-        if eqn.primitive.name == "dot_general" and len(places) == 1 and (dims := self.example_dims(eqn, places[0])):
-            return [Value(multiply(eqn, arrays, places[0], dims, **how), params_only=False)]
-        if (dim := self.dim_of_examples(eqn, places)) is not None:
-            return [Value(combine(eqn, arrays, places, dim, **how), params_only=False)]
-        return self.on_params(eqn, [value.at_home() for value in values], frame)
-
-    def example_dims(self, eqn: Any, param: int) -> tuple[int, int] | None:
-        """Returns the dim of examples in the other factor of a product with a param and in its result, or None."""
-        state, num_blocks = self.states(eqn)[1 - param], axis_size(self.options.mesh, self.options.axes.batch)
-        return example_dims(eqn, param, num_blocks, batch_sizes=self.batch_sizes, state=state)
-
-    def dim_of_examples(self, eqn: Any, copies: Collection[int]) -> int | None:
-        """Returns the dim of examples of an elementwise operation with copies, or None."""
-        return dim_of_examples(eqn, copies, self.states(eqn), axis_size(self.options.mesh, self.options.axes.batch))
-
-    def states(self, eqn: Any) -> Sequence[Any]:
-        """Returns the dims of examples in the operands of an equation, where they are known."""
-        unknown = [None] * len(eqn.invars)
-        return unknown if self.examples is None else self.examples.operands.get(id(eqn), unknown)
-
-    def is_by_device(self, eqn: Any, copies: Collection[int]) -> bool:
-        """Tells whether an operation with copies can be one of each device's examples with its own."""
-        if eqn.primitive.name == "dot_general":
-            return len(copies) == 1 and self.example_dims(eqn, min(copies)) is not None
-        return self.dim_of_examples(eqn, copies) is not None
+        """An equation on what each device has its own copy of."""
+        arrays = [value.array if isinstance(value, Copies) else self.gathered_array(value) for value in values]
+        made = self.by_device.evaluate(eqn, values, arrays)
+        return self.on_params(eqn, [value.at_home() for value in values], frame) if made is None else [made]
 
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""

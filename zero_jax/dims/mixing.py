@@ -142,7 +142,9 @@ class Examples(Dataflow[State]):
 
     def note_chunks(self, eqn: Any, state: State) -> None:
         """Notes a reshape that splits the dim of the examples in two, and values of it element by element."""
-        (*_, made), shape = eqn.outvars, eqn.outvars[0].aval.shape
+        if len(eqn.outvars) != 1:
+            return
+        (made,), shape = eqn.outvars, eqn.outvars[0].aval.shape
         self.chunks.pop(made, None)
         if eqn.primitive.name in ELEMENTWISE:
             of = (atom for atom in eqn.invars if not is_literal(atom) and atom.aval.shape == shape)

@@ -21,8 +21,9 @@ _LARGE_SHARE = 0.01
 # The kind of a finding that every program of CPUs has.
 ALL_REDUCED = "all-reduced gradient"
 _MIXED = (
-    "activations, which move because examples are mixed there, as by a sort or a lookup over the batch; XLA gives each "
-    "device all of the result: mix the examples of each device alone (jax.shard_map), or a dim of groups under jax.vmap"
+    "no param: either examples are mixed there, as by a sort, a lookup or a product over the batch, of which XLA gives "
+    "each device all of the result (mix those of each device by jax.shard_map, or a dim of groups under jax.vmap), or "
+    "a value is made of params alone, as a bias of positions is, and each device has made a part of it"
 )
 
 
@@ -174,7 +175,8 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
             continue
         if row.total_sent_bytes >= large and not (gather and row.param):
             expected = (
-                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params instead"
+                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params, "
+                "and jax.lax.with_sharding_constraint shards what is not sharded as the batch"
             )
             if has_params and _mixes_examples(row, is_gradient=False):
                 expected = _MIXED

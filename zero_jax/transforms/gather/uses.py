@@ -7,12 +7,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.dims import has_wrong_gradient, is_float
 from zero_jax.program.walk import Packed
-from zero_jax.sharding.chains import reshard_p
+from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.transforms.gather.deferred import GatherOptions, Lazy, gathered_array, gathered_copies
 from zero_jax.transforms.gather.products import Bind, by_rows, flat_product, is_by_rows, is_partitioned_wrongly
 from zero_jax.transforms.gather.sent import SentProduct, where_sent
@@ -41,6 +42,7 @@ def gathered_use(
     # that, and send activations. So the gradient is computed whole first, and what it shards wrongly, too.
     pin = (is_mixed and not in_shares) or has_wrong_gradient(eqn)
     grads = _own_grads(options, eqn, lazy, sent)
+    largest = max(atom.aval.size for atom in eqn.invars)
     bare = Packed(inputs).without_arrays()  # the region is cached
     array_of_use = functools.partial(gathered_array, options, pin=pin)
     if sent is not None:
@@ -58,9 +60,15 @@ def gathered_use(
             weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
             evaluated_by = lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how)  # noqa: E731
         results = evaluate(factors, evaluated_by)
-        return results if shared is None else [lax.with_sharding_constraint(x, shared) for x in results]
+        return results if shared is None else [_shared_out(x, shared, largest) for x in results]
 
     return region
+
+
+def _shared_out(x: jax.Array, shared: NamedSharding, largest: int) -> jax.Array:
+    """Shares a value out over devices, and its cotangent; it is gathered where it is no larger than its factors."""
+    x, unsharded = lax.with_sharding_constraint(x, shared), NamedSharding(shared.mesh, PartitionSpec())
+    return x if x.size > largest else reshard(x, forward=Chain((unsharded,)), backward=Chain((shared,)))
 
 
 @dataclasses.dataclass(frozen=True)

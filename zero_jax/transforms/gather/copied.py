@@ -101,7 +101,7 @@ class ByDevice:
         larger, others, sizes = list[tuple[set[int], int]](), set[int](), _sizes(facts)
         params_of = lambda var: {i for i in facts.origins[var].params if isinstance(values[i], Lazy)}  # noqa: E731
         for var in {var for index in facts.uses for var in facts.reads[index] if var in facts.origins}:
-            params, size = params_of(var), sizes.get(var, var.aval.size)
+            params, size = params_of(var), _size(var, sizes)
             if params and is_float(var.aval) and size >= _TIMES * sum(values[i].aval.size for i in params):
                 larger.append((params, size))
             else:
@@ -113,11 +113,15 @@ class ByDevice:
                 params, size = params.union(*(x for x, _ in linked)), max(size, *(x for _, x in linked))
                 larger = [x for x in larger if x not in linked]
             made = (var for var in facts.origins if not params.isdisjoint(params_of(var)))
-            is_cheap = all(sizes.get(var, var.aval.size) <= _TIMES * size for var in made)
+            is_cheap = all(_size(var, sizes) <= _TIMES * size for var in made)
             if is_cheap and params.isdisjoint(others):
                 ends = _Copied(self).run(facts.jaxpr, [i in params for i in range(len(facts.jaxpr.invars))])
                 found |= params if ends is not None and not any(ends) else set()
         return found
+
+
+def _size(var: Any, sizes: Mapping[Any, int]) -> int:
+    return sizes[var] if var in sizes else var.aval.size
 
 
 def _sizes(facts: Facts) -> dict[Any, int]:
@@ -127,7 +131,7 @@ def _sizes(facts: Facts) -> dict[Any, int]:
         is_broadcast, atoms = eqn.primitive.name == "broadcast_in_dim", variables(eqn)
         is_like = eqn.primitive.name in ELEMENTWISE and any(atom in sizes for atom in atoms)
         if facts.only_params(eqn) and (is_broadcast or is_like):
-            sizes[eqn.outvars[0]] = max((sizes.get(atom, atom.aval.size) for atom in atoms), default=1)
+            sizes[eqn.outvars[0]] = max((_size(atom, sizes) for atom in atoms), default=1)
     return sizes
 
 

@@ -1,6 +1,6 @@
 """Operations on values of which each device has a copy, and params that are worth one: larger values are made of them.
 
-Such are biases of positions by a table or an MLP, and filters by few coefficients. XLA sums the gradient of such a
+Such are biases of positions by a table or an MLP. XLA sums the gradient of such a
 value over all devices where examples use it, and then each device goes on to the same gradients of the params. It is
 linear from there on: so each device has a copy of these params, goes on with what it has of the gradient, and those of
 the params alone are summed.
@@ -197,5 +197,5 @@ def _is_plain(eqn: Any) -> bool:
     known = known_primitives().get(eqn.primitive.name)
     if known is None:
         return (sub := subcall(eqn)) is not None and sub.kind == "call"
-    is_library = known.kind in ("library", "place") or eqn.primitive.name in FACTORIZATIONS - {"fft"}
+    is_library = known.kind in ("library", "place") or eqn.primitive.name in FACTORIZATIONS
     return not is_library

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zero_jax.dims.dim_map import reshape_groups
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, is_float, known_primitives
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, is_traced, open_jaxpr
@@ -29,8 +30,9 @@ State = int | str
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order", "zero_rows"})
 LOOPS = frozenset({"scan", "while"})
-# What may mix examples and be sharded otherwise
+# What may mix examples and be sharded otherwise, and what takes some of them or has them behind others
 _MIXING = frozenset({"concatenate", "dot_general", "gather", "scatter-add", "top_k"})
+_PLACED_ANEW = frozenset({"dynamic_slice", "reshape", "slice", "split"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Examples(Dataflow[State]):
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
         self.moves: dict[int, MixedSharding | None] = {}
+        self.chunks: dict[Any, int] = {}  # values of which each slice is a chunk of the batch: the reshape they are of
         self.unsharded: set[Any] = set()  # constants that each device has all of, such as tables of rotary angles
         self.mixes = False
 
@@ -117,6 +120,7 @@ class Examples(Dataflow[State]):
 
     def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[State]) -> Sequence[State]:
         """Returns the states of the results of an equation, and notes those of loops and of own derivatives."""
+        operands = self.in_chunks(eqn, sub, operands) if sub.kind == "scan" else operands
         results = super().of_jaxprs(eqn, sub, operands)
         if sub.kind in LOOPS:
             for i, pair in enumerate(zip(sub.split(operands)[1], results, strict=False)):
@@ -124,6 +128,31 @@ class Examples(Dataflow[State]):
         elif sub.kind == "custom_vjp":
             self.note_operands(eqn, operands)
         return results
+
+    def in_chunks(self, eqn: Any, sub: Subcall, operands: list[State]) -> list[State]:
+        """Returns the states of the operands of a scan, chunks of the batch among them sharded within each chunk.
+
+        The slices of a dim that is sharded would each be on few devices, and so would the work on them.
+        """
+        first, states = len(operands) - len(sub.split(operands)[2]), [*operands]
+        for i, atom in enumerate(eqn.invars[first:], first):
+            if not is_literal(atom) and atom in self.chunks:
+                self.moves[self.chunks[atom]], states[i] = MixedSharding(1), 1
+        return states
+
+    def note_chunks(self, eqn: Any, state: State) -> None:
+        """Notes a reshape that splits the dim of the examples in two, and values of it element by element."""
+        if len(eqn.outvars) != 1:
+            return
+        (made,), shape = eqn.outvars, eqn.outvars[0].aval.shape
+        self.chunks.pop(made, None)
+        if eqn.primitive.name in ELEMENTWISE:
+            of = (atom for atom in eqn.invars if not is_literal(atom) and atom.aval.shape == shape)
+            self.chunks.update((made, self.chunks[atom]) for atom in of if atom in self.chunks)
+        elif eqn.primitive.name == "reshape" and state == 0 and self.row_sizes and len(shape) > 1:
+            is_split = shape[1] > 1 and not dim_map(eqn).blocks[1]  # both are of one run
+            if is_split and shape[1] % self.num_shards == 0:
+                self.chunks[made] = id(eqn)
 
     def note_operands(self, eqn: Any, operands: list[State]) -> None:
         """Notes the states of the operands of an equation, joined where it is evaluated several times."""
@@ -135,7 +164,8 @@ class Examples(Dataflow[State]):
         if is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
-        if is_contraction(eqn) or eqn.primitive.name == "sort":
+        is_joint = eqn.primitive.name in ELEMENTWISE and FREE in operands and len({*operands}) == 2
+        if is_joint or is_contraction(eqn) or eqn.primitive.name == "sort":
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
@@ -145,6 +175,7 @@ class Examples(Dataflow[State]):
         if self.moves.setdefault(id(eqn), move) is not move and self.moves[id(eqn)] != move:  # not the same each time
             self.moves[id(eqn)] = None
         state = self.state(eqn, operands) if move is None or move.dim is None else move.dim
+        self.note_chunks(eqn, state)
         if not isinstance(state, int):
             return [state] * len(eqn.outvars)
         # Parts of a dim that are too few for all devices are sharded in ways of their own.
@@ -153,6 +184,8 @@ class Examples(Dataflow[State]):
     def move(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns how an operation is best sharded, if it mixes examples or follows one that does."""
         name = eqn.primitive.name
+        if name in _PLACED_ANEW:
+            return self.placed_anew(eqn, operands)
         if not (self.mixes or name in _MIXING):
             return None
         examples = [(i, x) for i, x in enumerate(operands) if isinstance(x, int)]
@@ -176,6 +209,20 @@ class Examples(Dataflow[State]):
         can_be_sharded = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
         self.mixes = self.mixes or can_be_sharded
         return MixedSharding(dim) if can_be_sharded else None
+
+    def placed_anew(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
+        """Returns that examples which are no longer where their shards are, as half of them, are a batch of so many."""
+        dim, known, shapes = operands[0], dim_map(eqn), [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
+        if not (self.row_sizes and isinstance(dim, int)) or known.block((0, dim)) is not None:
+            return None
+        if eqn.primitive.name == "reshape":  # they are behind others in a run of dims that are merged
+            runs = (after for before, after in reshape_groups(*shapes) if dim in before)
+            targets = [i for after in runs for i in after if shapes[1][i] > 1]
+            if len(targets) != 1 or eqn.params.get("dimensions"):
+                return None
+            dim = targets[0]
+        is_even = all(shape[dim] % self.num_shards == 0 for shape in shapes[1:])
+        return MixedSharding(dim) if is_even else None
 
     def exchange(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns how examples at given places of all are best read, or sums of them written, as of a graph's nodes.

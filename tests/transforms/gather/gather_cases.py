@@ -208,7 +208,7 @@ def associative_scan(params, x):
     return mean_square(lax.associative_scan(jnp.matmul, x[:4, :, None] * params["w"]))
 
 
-@case({"w": normal(8, FEATURES, FEATURES)}, examples(), early=("w",))
+@case({"w": normal(8, FEATURES, FEATURES)}, examples())
 def scan_over_the_sharded_dim(params, x):
     return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0])
 

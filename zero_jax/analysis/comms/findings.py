@@ -21,8 +21,9 @@ _LARGE_SHARE = 0.01
 # The kind of a finding that every program of CPUs has.
 ALL_REDUCED = "all-reduced gradient"
 _MIXED = (
-    "activations, which move because examples are mixed there, as by a sort or a lookup over the batch; XLA gives each "
-    "device all of the result: mix the examples of each device alone (jax.shard_map), or a dim of groups under jax.vmap"
+    "no param: either examples are mixed there, as by a sort, a lookup or a product over the batch, of which XLA gives "
+    "each device all of the result (mix those of each device by jax.shard_map, or a dim of groups under jax.vmap), or "
+    "a value is made of params alone, as a bias of positions is, and each device has made a part of it"
 )
 
 
@@ -57,9 +58,11 @@ def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | No
     parts = (math.prod(leaf.global_dims) / max(math.prod(leaf.dims), 1) for leaf in leaves)
     # A program that shards no more than the model's own axes do is no ZeRO: its all-reduces are what is wanted.
     sharded = not leaves or max(parts, default=1) > model
-    shapes = {leaf.path_in_group: leaf.global_dims for leaf in params}
-    shapes |= {f"{MODEL_STATE}/{x.path_in_group}": x.global_dims for x in leaves if x.group == MODEL_STATE}
-    findings = [*_wide(rows, large / 10), *_gathered_often(rows, shapes, large)]
+    data = math.prod(size for axis, size in mesh.shape.items() if carries_data((axis,))) if mesh else 1
+    wholes = {leaf.path_in_group: _num_gathered(leaf, data, model) for leaf in params}
+    states = (leaf for leaf in leaves if leaf.group == MODEL_STATE)
+    wholes |= {f"{MODEL_STATE}/{leaf.path_in_group}": _num_gathered(leaf, data, model) for leaf in states}
+    findings = [*_wide(rows, large / 10), *_gathered_often(rows, wholes, large)]
     if sharded:
         findings += _all_reduced(rows, large, has_params=bool(params))
         findings += _moved_activations(rows, large, has_params=bool(params))
@@ -126,13 +129,19 @@ def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
             yield _finding("wide", row, "other params move in 16 bits: cast before the gather, not after", extra=0.5)
 
 
-def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], large: float) -> Iterator[Finding]:
+def _num_gathered(leaf: ArgumentLeaf, data: int, model: int) -> float:
+    """Returns the elements of a leaf that is gathered over `data`: those of a shard over axes of the model."""
+    whole = math.prod(leaf.global_dims)
+    return whole / model if whole == math.prod(leaf.dims) * data * model else whole
+
+
+def _gathered_often(rows: Sequence[Row], wholes: Mapping[str, float], large: float) -> Iterator[Finding]:
     """Finds params that are gathered more than twice as often as the median param, by the names of gathers."""
     gathers: dict[str, list[Row]] = {}
     for row in rows:
         if row.is_named and row.kind.startswith("all-gather") and row.full_bytes >= large / 10:
             gathers.setdefault(row.param, []).append(row)
-    times = {param: _num_gathers(group, shapes.get(param, ())) for param, group in gathers.items()}
+    times = {param: _num_gathers(group, wholes.get(param, 0)) for param, group in gathers.items()}
     usual = statistics.median(times.values()) if times else 0
     for param, count in times.items():
         row = max(gathers[param], key=lambda row: row.full_bytes)
@@ -145,15 +154,13 @@ def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], 
             yield Finding(kind="gathered often", message=message, param=param, source=row.source, extra_bytes=extra)
 
 
-def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
-    """Returns how often a leaf is gathered; a stack of layers may be gathered by layer, or by a weight of each."""
+def _num_gathers(rows: Sequence[Row], whole: float) -> float:
+    """Returns how often a leaf of so many elements is gathered: a stack of layers by layer, a head by a part of it."""
     # Of gathers in stages, the last results in the full leaf.
     row = max(rows, key=lambda row: row.full_bytes)
+    gathered = row.full_bytes / _ITEM_BYTES.get(row.dtype, 1)  # or several leaves, which are gathered together
     count = sum(r.num_executions for r in rows if r.full_bytes == row.full_bytes)
-    gathered = row.full_bytes // _ITEM_BYTES.get(row.dtype, 1)
-    parts = math.prod(shape) / gathered if gathered else 1  # more than are gathered, if the model's axes cut it too
-    stacks = {math.prod(shape[:num_dims]) for num_dims in range(1, max(len(shape) - 1, 2))}
-    return count / max((n for n in stacks if parts % n == 0 and count % n == 0), default=1)
+    return count * min(gathered / whole, 1) if whole else count
 
 
 def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:
@@ -168,7 +175,8 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
             continue
         if row.total_sent_bytes >= large and not (gather and row.param):
             expected = (
-                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params instead"
+                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params, "
+                "and jax.lax.with_sharding_constraint shards what is not sharded as the batch"
             )
             if has_params and _mixes_examples(row, is_gradient=False):
                 expected = _MIXED

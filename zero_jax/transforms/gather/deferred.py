@@ -39,7 +39,8 @@ class Lazy(Deferred):
     `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `formats` are what
     it is gathered in and its gradient sent in. `on_host` says that `build` fetches it from host memory first.
     `is_gathered` says that it was gathered before a loop: `dims` are those of its gradient alone. Along a
-    `scattered_dim` its gradient arrives in shards, which are summed across devices.
+    `scattered_dim` its gradient arrives in shards, which are summed across devices. `moved` is the same value as a
+    shard still, of another dim than the one that an equation cuts, for loops that take slices of it.
     """
 
     roots: tuple[Any, ...]
@@ -53,6 +54,7 @@ class Lazy(Deferred):
     on_host: bool = False
     is_gathered: bool = False
     scattered_dim: int | None = None
+    moved: Lazy | None = None
 
     params_only: ClassVar[bool] = True
 
@@ -63,7 +65,8 @@ class Lazy(Deferred):
 
     def with_arrays(self, arrays: Sequence[Any]) -> Lazy:
         """Returns the value made of other roots."""
-        return dataclasses.replace(self, roots=tuple(arrays))
+        moved = self.moved and self.moved.with_arrays(arrays)
+        return dataclasses.replace(self, roots=tuple(arrays), moved=moved)
 
     @property
     def key(self) -> Hashable:
@@ -130,7 +133,16 @@ class Value(Deferred):
 
 
 class Copies(Value):
-    """A copy of a whole param for each device: the array has a leading dim of devices."""
+    """A copy for each device of a whole param, or of what is made of such: the array has a leading dim of devices."""
+
+    @property
+    def home(self) -> Any:
+        """One of the copies: any will do."""
+        return self.array[0]
+
+    def at_home(self) -> Value:
+        """Returns one of the copies."""
+        return Value(self.home, self.params_only)
 
 
 def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:

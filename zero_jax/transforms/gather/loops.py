@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +18,26 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import default_layout
-from zero_jax.dims import FREE, UNKNOWN
+from zero_jax.dims import FREE, SHAPES, UNKNOWN, passthrough
 from zero_jax.program.jaxprs import open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import as_it_is
-from zero_jax.sharding.chains import Chain, gather_scope, reshard
+from zero_jax.sharding.chains import Chain, gather_scope, moving, reshard
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import Dims, gather_steps, named, without
+from zero_jax.sharding.quantized import PLAIN
+from zero_jax.sharding.spec import Dims, gather_steps, named, steps_by_dim, without
 from zero_jax.transforms.eqn_sequence import num_bytes
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.anchors import anchored
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathered_copies, gathering
+from zero_jax.transforms.gather.deferred import (
+    Copies,
+    GatherOptions,
+    Lazy,
+    Value,
+    gathered_copies,
+    gathering,
+    is_unsharded,
+)
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram
@@ -38,12 +49,54 @@ from zero_jax.transforms.pipeline.transform import run_schedule, split_stages
 
 def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:
     """Returns a value as its slices are in a scan, made of stacks; `aval` is that of a slice."""
+    if isinstance(value, Lazy) and value.dims is None and value.moved is not None:
+        value = value.moved
+    elif isinstance(value, Lazy) and value.dims is not None and value.dims[0]:
+        value = next((x for x in _moved_shards(walk.options, value) if not x.shard[0]), value)
     if not isinstance(value, Lazy) or value.dims is None or value.dims[0]:
         return walk.before(value, eqn, "scan over its sharded dim")
     if not fetched_by_slice(walk, value):
         value = _gathered_vectors(walk, value.as_root(), eqn)  # the scan slices an array, not what builds one
     aval = aval.update(dtype=value.aval.dtype)  # without a cast that is pending
     return dataclasses.replace(value, aval=aval, dims=value.shard[1:], depth=0)
+
+
+def with_moved(walk: Any, eqn: Any, values: Sequence[Lazy | Value], made: Lazy | Value) -> Lazy | Value:
+    """Returns the result of an equation that may cut the sharded dim of its operand, with what it is as another shard.
+
+    Of `head.reshape(d, chunks, -1)` over a vocabulary that is sharded, a loop can then take slices as shards.
+    """
+    operand, is_alone = values[0], len(values) == len(eqn.outvars) == 1 and eqn.primitive.name in SHAPES
+    if not (is_alone and isinstance(operand, Lazy) and isinstance(made, Lazy)):
+        return made
+    shards = [operand.moved] if operand.moved is not None else []
+    shards += _moved_shards(walk.options, operand) if operand.is_shard else []
+    for shard in shards:
+        dims = passthrough(eqn, [shard.dims], lambda dims, i: axis_size(walk.options.mesh, dims[i]))
+        if dims is not None and (moved := walk.derive(eqn, [shard], dims)[0]).is_deferred:
+            return dataclasses.replace(made, moved=moved)
+    return made
+
+
+def _moved_shards(options: GatherOptions, value: Lazy) -> Iterator[Lazy]:
+    """Yields a shard as one of each other dim that can have all of its axes, by an all-to-all, as is its gradient."""
+    mesh, dims, axes = options.mesh, value.shard, options.axes.data
+    if options.mapped or value.on_host or value.formats != PLAIN:
+        return
+    over = tuple(axis for dim in dims for axis in dim if axis in axes)
+    for to, size in enumerate(value.aval.shape):
+        steps = steps_by_dim(dims, to, axes)
+        if not steps or size % axis_size(mesh, (*without(dims, over)[to], *over)):
+            continue
+        there = Chain() if is_unsharded(options, value) else Chain(tuple(named(mesh, step) for step in steps))
+        back = moving(mesh, dims, to, axes)
+        build = functools.partial(_moved, value.build, value.path, there, back)
+        yield dataclasses.replace(value, build=build, dims=steps[-1], depth=value.depth + 1)
+
+
+def _moved(build: Callable[..., Any], path: str, there: Chain, back: Chain, *roots: Any) -> jax.Array:
+    with gather_scope(path):
+        return reshard(build(*roots), forward=there, backward=back)
 
 
 # Slices of no more rows are vectors, of the layers of a turn or alone: less than a tile of a TPU.
@@ -101,10 +154,10 @@ def shared_once(
     Each device has a copy, whose gradients are reduced once. `uses` have the params of each equation that uses some.
     """
     counts, shared = collections.Counter(itertools.chain.from_iterable(uses.values())), list[int]()
-    results, sizes, num_blocks = list(values), walk.batch_sizes, axis_size(walk.options.mesh, walk.options.axes.batch)
+    results, dims = list(values), walk.by_device.example_dims
     for i, count in counts.items():
         is_plain = isinstance(values[i], Lazy) and not values[i].is_gathered and _is_plain(walk, values[i])
-        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], sizes, num_blocks):
+        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], dims):
             shared.append(i)
     if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
         return results
@@ -112,6 +165,18 @@ def shared_once(
         first = next(jaxpr.eqns[index] for index, params in uses.items() if i in params)
         walk.notes.gather(values[i], first, f"once for {counts[i]} products", early=False)
         results[i] = _copies(walk, values[i])
+    return results
+
+
+def copied_where_grown(walk: Any, facts: Facts, values: Sequence[Any]) -> list[Lazy | Value]:
+    """Gives each device a copy of the params of which larger values are made, as biases of positions are."""
+    results, options = list(values), walk.options
+    if walk.examples is None or not facts.uses or options.axes.size_beside_batch(options.mesh) > 1:
+        return results
+    for i in walk.by_device.grown_params(facts, values):
+        is_stored_unsharded = values[i].dims is not None and not (values[i].is_shard or values[i].on_host)
+        if is_stored_unsharded or (_is_plain(walk, values[i]) and not values[i].is_gathered):
+            results[i] = _copies(walk, values[i])
     return results
 
 
@@ -157,8 +222,8 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
 
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
-    num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
-    if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
+    jaxpr, _ = open_jaxpr(sub.jaxpr)
+    if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.by_device.example_dims):
         return _copies(walk, value)
     root = walk.gathered_array(value)
     if walk.options.product_dtype is None:

@@ -13,7 +13,7 @@ reduce-scatter, and one quantization for each axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -81,23 +81,33 @@ def split_dim(x: jax.Array, dim: int, num_blocks: int) -> jax.Array:
     return x.reshape(*x.shape[:dim], num_blocks, x.shape[dim] // num_blocks, *x.shape[dim + 1 :])
 
 
-def only_multiplied(jaxpr: Any, param: Any, batch_sizes: frozenset[int], num_blocks: int) -> bool:
-    """Tells whether a loop body does nothing with a param but multiply examples with it."""
+ExampleDims = Callable[[Any, int], tuple[int, int] | None]
+
+
+def only_multiplied(jaxpr: Any, param: Any, dims_of_examples: ExampleDims) -> bool:
+    """Tells whether a loop body does nothing with a param but multiply examples with it.
+
+    `dims_of_examples(eqn, operand)` is `example_dims` of a product with a param.
+    """
     uses, is_returned = param_uses(jaxpr, param, forms=SAME_PARAM, enters=frozenset({"call", "remat"}))
     return not is_returned and all(
-        eqn.primitive.name == "dot_general"
-        and len(places) == 1
-        and example_dims(eqn, places[0], batch_sizes, num_blocks) is not None
+        eqn.primitive.name == "dot_general" and len(places) == 1 and dims_of_examples(eqn, places[0]) is not None
         for eqn, places in uses
     )
 
 
-def example_dims(eqn: Any, param: int, batch_sizes: frozenset[int], num_blocks: int) -> tuple[int, int] | None:
-    """Returns the dim of examples in the other factor of a `dot_general` and in its result, or None."""
+def example_dims(
+    eqn: Any, param: int, num_blocks: int, *, batch_sizes: frozenset[int], state: Any
+) -> tuple[int, int] | None:
+    """Returns the dim of examples in the other factor of a `dot_general` and in its result, or None.
+
+    `state` is the dim in the other factor where it is known; else it is one of the batch's sizes.
+    """
     known, shape = dim_map(eqn), eqn.invars[1 - param].aval.shape
     # Dims of the other factor alone: a batch dim of the product is one of both.
     free = [(dims[0][1], out) for out, dims in enumerate(known.kept) if len(dims) == 1 and dims[0][0] != param]
-    return next((at for at in free if shape[at[0]] in batch_sizes and shape[at[0]] % num_blocks == 0), None)
+    of_examples = [at for at in free if (at[0] == state if isinstance(state, int) else shape[at[0]] in batch_sizes)]
+    return next((at for at in of_examples if shape[at[0]] % num_blocks == 0), None)
 
 
 def multiply(
@@ -111,6 +121,22 @@ def multiply(
     blocks = jax.lax.with_sharding_constraint(blocks, named(mesh, spec))
     operands = [factors[0], blocks] if other else [blocks, factors[1]]
     return bind_mapped(eqn, operands, (0, row) if other else (row, 0), out_row).reshape(eqn.outvars[0].aval.shape)
+
+
+def combine(
+    eqn: Any, values: Sequence[jax.Array], copies: Collection[int], dim: int, *, mesh: Mesh, axes: Axes
+) -> jax.Array:
+    """Evaluates an elementwise operation of examples along a dim, each device's with its own copies."""
+    num_blocks, shape, operands, in_axes = axis_size(mesh, axes.batch), eqn.outvars[0].aval.shape, [], []
+    for i, x in enumerate(values):
+        has_examples = i not in copies and jnp.ndim(x) == len(shape) and x.shape[dim] == shape[dim]
+        if has_examples:
+            x = split_dim(x, dim, num_blocks)
+            spec = tuple(axes.batch if at == dim else () for at in range(x.ndim))
+            x = jax.lax.with_sharding_constraint(x, named(mesh, spec))
+        operands.append(x)
+        in_axes.append(dim if has_examples else 0 if i in copies else None)
+    return bind_mapped(eqn, operands, in_axes, dim).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.dims import dim_map
 from zero_jax.program.jaxprs import bind, source_context, source_line
 from zero_jax.program.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.spec import Dims
+from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.weight_grads import product
 
@@ -133,6 +134,27 @@ def of_blocks(eqn: Any) -> Any:
     if eqn.params.get("name") != "zero_product_of_blocks":
         return None
     return next(each for each in equations_of(eqn) if each.primitive.name.startswith("ragged_dot"))
+
+
+# Such a product is shared out from so many times the size of its weight.
+_SHARED_TIMES = 4
+
+
+def shared_rows(eqn: Any, values: Sequence[Any], *, mesh: Mesh, axes: Axes) -> NamedSharding | None:
+    """Returns how a product of constants and a param is shared out, as the hidden layer of an MLP of positions is.
+
+    Each device would have all of it, and XLA shards it as the param, which sends it. None where it is too small.
+    """
+    places = [i for i, value in enumerate(values) if isinstance(value, Lazy)]
+    is_of_params = eqn.primitive.name == "dot_general" and all(value.params_only for value in values)
+    if not is_of_params or len(places) != 1 or axes.size_beside_batch(mesh) > 1:
+        return None
+    shape = eqn.outvars[0].aval.shape
+    rows = [i for i, dims in enumerate(dim_map(eqn).kept) if len(dims) == 1 and dims[0][0] not in places]
+    rows = [i for i in rows if shape[i] % axis_size(mesh, axes.batch) == 0]
+    if not rows or math.prod(shape) < _SHARED_TIMES * values[places[0]].aval.size:
+        return None
+    return named(mesh, tuple(axes.batch if i == rows[0] else () for i in range(len(shape))))
 
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]

@@ -195,8 +195,9 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
             marked.append(Value(_root(leaf, name, dims, options), params_only=True))
-        elif is_narrower(aval, dtype) or (dtype is not None and is_float(aval) and aval.ndim > 1):
-            # Of no axes: it is followed to its uses, whose products sum its gradient in the reduce dtype.
+        elif is_narrower(aval, dtype) or (is_float(aval) and aval.ndim > 1):
+            # Of no axes: it is followed to its uses, whose products sum its gradient in the reduce dtype. Of a small
+            # one, as of a table of biases, each device may have a copy there.
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, params_only=True))

@@ -7,9 +7,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
 from zero_jax.dims import has_wrong_gradient, is_float
 from zero_jax.program.walk import Packed
-from zero_jax.sharding.chains import reshard_p
+from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.transforms.gather.deferred import GatherOptions, Lazy, gathered_array, gathered_copies
 from zero_jax.transforms.gather.products import Bind, by_rows, flat_product, is_by_rows, is_partitioned_wrongly
 from zero_jax.transforms.gather.sent import SentProduct, where_sent
@@ -17,11 +21,19 @@ from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, with
 
 
 def gathered_use(
-    options: GatherOptions, eqn: Any, values: Sequence[Any], *, is_mixed: bool, sent: SentProduct | None, bind: Bind
+    options: GatherOptions,
+    eqn: Any,
+    values: Sequence[Any],
+    *,
+    is_mixed: bool,
+    sent: SentProduct | None,
+    bind: Bind,
+    shared: NamedSharding | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns an equation on gathered params as a function of the arrays that its inputs are made of.
 
-    `is_mixed` says that a factor is unsharded, as its examples were mixed; `bind` evaluates equations.
+    `is_mixed` says that a factor is unsharded, as its examples were mixed; `bind` evaluates equations. The result, and
+    its cotangent, is sharded as `shared` says.
     """
     inputs, evaluate = flat_product(eqn, values)
     lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
@@ -30,6 +42,7 @@ def gathered_use(
     # that, and send activations. So the gradient is computed whole first, and what it shards wrongly, too.
     pin = (is_mixed and not in_shares) or has_wrong_gradient(eqn)
     grads = _own_grads(options, eqn, lazy, sent)
+    largest = max(atom.aval.size for atom in eqn.invars)
     bare = Packed(inputs).without_arrays()  # the region is cached
     array_of_use = functools.partial(gathered_array, options, pin=pin)
     if sent is not None:
@@ -42,12 +55,20 @@ def gathered_use(
             copies = gathered_copies(options, weight, dtype=grads.dtype if grads.places else None)
             return [by_rows(eqn, [*map(array_of_use, (rows, sizes))], copies, mesh=options.mesh, axes=options.axes)]
         factors = [array_of_use(value) for value in inputs]
-        if not grads.places:
-            return evaluate(factors, bind)
-        weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
-        return evaluate(factors, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
+        evaluated_by = bind
+        if grads.places:
+            weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
+            evaluated_by = lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how)  # noqa: E731
+        results = evaluate(factors, evaluated_by)
+        return results if shared is None else [_shared_out(x, shared, largest) for x in results]
 
     return region
+
+
+def _shared_out(x: jax.Array, shared: NamedSharding, largest: int) -> jax.Array:
+    """Shares a value out over devices, and its cotangent; it is gathered where it is no larger than its factors."""
+    x, unsharded = lax.with_sharding_constraint(x, shared), NamedSharding(shared.mesh, PartitionSpec())
+    return x if x.size > largest else reshard(x, forward=Chain((unsharded,)), backward=Chain((shared,)))
 
 
 @dataclasses.dataclass(frozen=True)

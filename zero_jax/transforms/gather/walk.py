@@ -23,6 +23,7 @@ from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
+from zero_jax.transforms.gather.copied import ByDevice
 from zero_jax.transforms.gather.deferred import (
     Copies,
     GatherOptions,
@@ -38,10 +39,9 @@ from zero_jax.transforms.gather.deferred import (
 )
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
-from zero_jax.transforms.gather.loops import hoisted, shared_once, sliced, staged
+from zero_jax.transforms.gather.loops import copied_where_grown, hoisted, shared_once, sliced, staged, with_moved
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.per_device import SAME_PARAM, example_dims, multiply
-from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution
+from zero_jax.transforms.gather.products import holds_convolution, of_blocks, refuse_convolution, shared_rows
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, carried_on, sent_product
 from zero_jax.transforms.gather.uses import gathered_use, refuse_gathered
 from zero_jax.transforms.pipeline.transform import pipeline_p
@@ -71,6 +71,7 @@ class GatherWalk(Walk[GatherFrame]):
         self.records = notes.events is not None  # what is noted has the full path of each param
         self.mixed = frozenset() if examples is None else examples.mixed
         self.gathered_array = functools.partial(gathered_array, options)
+        self.by_device = ByDevice(options, batch_sizes, {} if examples is None else examples.operands)
         self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
@@ -94,7 +95,7 @@ class GatherWalk(Walk[GatherFrame]):
         uses = facts.uses if frame.ends_forward and deferred else {}
         last = max((i for i, params in uses.items() if not params.isdisjoint(deferred)), default=None)
         within = dataclasses.replace(frame, ends_forward=False)
-        ins = shared_once(self, jaxpr, ins, uses)
+        ins = copied_where_grown(self, facts, shared_once(self, jaxpr, ins, uses))
         env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
@@ -178,7 +179,8 @@ class GatherWalk(Walk[GatherFrame]):
         is_lazy = params_only and not (inner or is_reduction or eqn.effects)
         is_lazy = is_lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
         if out_dims is not None or is_lazy:
-            return self.derive(eqn, values, out_dims)
+            made = self.derive(eqn, values, out_dims)
+            return made if out_dims is not None else [with_moved(self, eqn, values, x) for x in made]
         if is_reduction:
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         # What is left is a use. Derivatives of the user's and the sums of scatters have jaxprs, and use params as
@@ -206,13 +208,18 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
-        how = {"is_mixed": id(eqn) in self.mixed, "sent": sent, "bind": self.bind}
+        rows, is_of_params = None, is_contraction(eqn) and all(value.params_only for value in values)
+        if is_of_params and not self.options.mapped:
+            rows = shared_rows(eqn, values, mesh=self.options.mesh, axes=self.options.axes)
+        # What is made of params and constants is on all devices, as what is mixed is.
+        is_unsharded = id(eqn) in self.mixed or (is_of_params and rows is None)
+        how = {"is_mixed": is_unsharded, "sent": sent, "bind": self.bind, "shared": rows}
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             return _values(gathered_use(self.options, eqn, values, **how)(*Packed(values).arrays), values, sent)
         # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
         prefix, values = ("", values) if self.records else relative(values)
         packed = Packed(values)
-        key = (*jaxprs.equation_key(eqn), how["is_mixed"], frame.prevent_cse, packed.key, sent is None)
+        key = (*jaxprs.equation_key(eqn), is_unsharded, rows, frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
@@ -230,20 +237,10 @@ class GatherWalk(Walk[GatherFrame]):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
-        """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
-        name, mesh, axes = eqn.primitive.name, self.options.mesh, self.options.axes
-        arrays = [self.gathered_array(value) for value in values]
-        places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
-        if name in SAME_PARAM and all(value.params_only for value in values):
-            in_axes = [0 if i in places else None for i in range(len(values))]
-            return [Copies(jaxprs.bind_mapped(eqn, arrays, in_axes), params_only=True)]
-        dims = None
-        if name == "dot_general" and len(places) == 1:
-            dims = example_dims(eqn, places[0], self.batch_sizes, axis_size(mesh, axes.batch))
-        if dims is None:  # any of the copies will do
-            first = [Value(v.array[0], params_only=True) if isinstance(v, Copies) else v for v in values]
-            return self.on_params(eqn, first, frame)
-        return [Value(multiply(eqn, arrays, places[0], dims, mesh=mesh, axes=axes), params_only=False)]
+        """An equation on what each device has its own copy of."""
+        arrays = [value.array if isinstance(value, Copies) else self.gathered_array(value) for value in values]
+        made = self.by_device.evaluate(eqn, values, arrays)
+        return self.on_params(eqn, [value.at_home() for value in values], frame) if made is None else [made]
 
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""

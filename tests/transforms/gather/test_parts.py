@@ -1,0 +1,87 @@
+"""Parts of the batch, slices of a head, and biases larger than their params: the same values, and only params sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gathering import check, normal
+from jax import lax
+from reference import mesh_of
+from test_anchors import num_anchored
+
+import zero_jax as zero
+
+
+def in_parts(params, tokens):
+    """Attention with a bias by an MLP of positions, on two halves; a cross entropy in chunks of all tokens."""
+    time, d = tokens.shape[1], params["head"].shape[0]
+    places = (jnp.arange(time)[:, None] - jnp.arange(time))[..., None] / time
+    bias = jax.nn.relu(places.astype(params["wide"].dtype) @ params["wide"]) @ params["narrow"]
+    bias = bias.transpose(2, 0, 1) + params["table"][jnp.abs(jnp.arange(time)[:, None] - jnp.arange(time)) // 2].T
+
+    @jax.checkpoint
+    def layer(x, params):
+        heads = (x @ params["query"]).reshape(*x.shape[:2], bias.shape[0], -1)
+        scores = jnp.einsum("bthd,bshd->bhts", heads, heads) + bias
+        x += jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores.astype("f4")).astype(x.dtype), heads).reshape(x.shape)
+        return x + jnp.tanh(x @ params["up"]) @ params["down"], None
+
+    first, second = jnp.split(params["embed"][tokens], 2)
+    x = jnp.stack([first, second * 2]).reshape(*tokens.shape, d)
+    x, _ = lax.scan(layer, x, params["layers"])
+    slices = params["head"].reshape(d, 4, -1).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def losses(chunk):
+        x, labels = chunk
+        logits = jax.nn.log_softmax((x @ params["other"]).astype("f4"))
+        return jnp.take_along_axis(logits, labels[:, None], -1).sum()
+
+    @jax.checkpoint
+    def add(total, w):
+        return total + jnp.exp((x @ w).astype("f4")).sum(-1), None
+
+    chunks = x.reshape(4, -1, d), tokens.reshape(4, -1)
+    summed, _ = lax.scan(add, jnp.zeros(x.shape[:2]), slices)
+    return jnp.log(summed).mean() - lax.map(losses, chunks).sum() / tokens.size
+
+
+def init(d=16, vocabulary=64, heads=8):
+    layers = {"query": normal(2, d, d), "up": normal(2, d, 4 * d), "down": normal(2, 4 * d, d)}
+    head = {"head": normal(d, vocabulary), "other": normal(d, vocabulary), "embed": normal(vocabulary, d)}
+    return head | {"wide": normal(1, d), "narrow": normal(d, heads), "table": normal(8, heads), "layers": layers}
+
+
+@pytest.mark.parametrize("mesh", ["8", pytest.param("model", marks=pytest.mark.slow)])
+def test_parts_keep_values_and_gradients(mesh):
+    mesh = zero.make_mesh(data=4, model=2) if mesh == "model" else mesh_of(mesh)
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 16), dtype=np.int32)
+    report = check(in_parts, init(), tokens, mesh=mesh)
+    assert not report.early
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda _, x: x[3:11], 1),
+        (lambda _, x: lax.dynamic_slice_in_dim(x, x[0, 0].astype(int), 8), 1),
+        (lambda _, x: jnp.stack([x, x]).reshape(-1, 4), 1),
+        (lambda _, x: lax.map(jnp.sum, jnp.tanh(x.reshape(2, 8, 4))), 1),
+        (lambda _, x: x.reshape(2, 8, 4), 0),  # no loop takes a chunk
+        (lambda _, x: x[:3], 0),  # too few for all devices
+        (lambda _, x: x[:, :2], 0),
+    ],
+)
+def test_a_part_of_the_batch_is_sharded_as_the_batch_is(fn, expected):
+    assert num_anchored(fn, 0.0, jnp.ones((16, 4))) == expected
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+def test_parts_send_little_beside_params():
+    pytest.importorskip("libtpu")
+    batch, config = jax.ShapeDtypeStruct((32, 64), jnp.int32), zero.ZeroConfig(stage=3, precision="bf16")
+    init_fn = lambda _: jax.tree.map(jnp.asarray, init(256, 4096))  # noqa: E731
+    plan = zero.plan(in_parts, init_fn, optax.sgd(0.1), batch=batch, topology="v5p:2x2x4", config=config, quick=True)
+    assert plan.traffic_ratio < 1.6  # 1.40; left to XLA 4.9

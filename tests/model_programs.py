@@ -294,6 +294,9 @@ optax.ctc_loss(lg.repeat(2, 1), 0 * m.repeat(2, 1), y[:, :3], 0 * m[:, :3]).mean
 lax.scan(lambda c, r: (c + (r[0] * r[1]).sum(), None), 0.0 * l[0, 0], (l, m))[0] / m.sum()
 lax.map(lambda r: (r[0] * r[1]).sum(), (l.reshape(4, -1), m.reshape(4, -1))).sum() / m.sum()
 (l * m).sum() / m.sum() + (l * (1 - m)).sum() / jnp.maximum((1 - m).sum(), 1)
+""".strip().splitlines()
+# What is no mean over examples.
+MIXING_ENDS = """
 jax.nn.logsumexp(l)
 l[: len(l) // 2].mean()
 l.mean() ** 2
@@ -462,12 +465,14 @@ def program(seed):
             LAYERS[layers],
         ]
     lines += w.steps(rng.randint(0, 2))
-    if rng.random() < 0.2:
+    if rng.random() < 0.12:
         place = rng.randint(2 if layers == "plain" else len(lines) - 1, len(lines))
         lines.insert(place, f"x = small({w.filled(rng.choice(MIXING))})")
     tied = w.params.get("w0") == (w.sizes["V"], w.sizes["D"]) and rng.random() < 0.4
     lines += ["lg = x @ p['w0'].T" if tied else w.filled("lg = x @ $(D, V)"), "l = ce(lg, y)"]
-    end = rng.choice(ENDS) + (f" + 0.1 * {LAYER_ENDS[out]}" if out in LAYER_ENDS and rng.random() < 0.8 else "")
+    end = rng.choice(ENDS if rng.random() < 0.85 else MIXING_ENDS) + (
+        f" + 0.1 * {LAYER_ENDS[out]}" if out in LAYER_ENDS and rng.random() < 0.8 else ""
+    )
     aux = rng.sample(AUX if out != "none" else AUX[:-1], 3)
     returns = f"return {end}, {{{', '.join(f'{n}: ({text})' for n, text in enumerate(aux))}}}"
     head = [

@@ -23,7 +23,9 @@ def test_transformed_programs_compute_the_same(mode):
     assert outcomes["same"] >= SEEDS[mode] / 2, outcomes
 
 
-@pytest.mark.parametrize("seed", [101, 212, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (103, 106))])
+@pytest.mark.parametrize(
+    "seed", [2003, 2009, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2002, 2005, 2014))]
+)
 def test_a_step_of_a_random_model_is_that_of_one_device(seed):
     found = model_fuzzing.compare(seed)
     assert found.outcome == "same", f"{found.mode}: {found.outcome} by {found.apart:.1e}\n{found.text}"

@@ -271,9 +271,10 @@ def test_values_are_chosen_in_the_program_that_microbatches_have():
 
     params = {name: np.ones((4, 64, 64), np.float32) / 64 for name in ("decay", "out")}
     batch = {"x": np.ones((32, 6, 64), np.float32), "mask": np.ones((32, 6), np.float32)}
-    loss = StepLoss.of(loss_fn, params, mesh=mesh_of("4"), config=make_config(stage=2, num_microbatches=2))
+    fields = {"stage": 2, "num_microbatches": 2}
+    loss = StepLoss.of(loss_fn, params, mesh=mesh_of("4"), config=make_config(**fields))
     (costs,) = value_costs(loss, params, batch)
-    config = make_config(stage=2, num_microbatches=2, remat=zero.Remat(save=[*costs.values]))
+    config = make_config(**fields, remat=zero.Remat(save=[*costs.values]))
     state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
     _, metrics = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh_of("4"), config=config)(state, batch)
     np.testing.assert_allclose(metrics.loss, loss_fn(params, batch), rtol=1e-5)

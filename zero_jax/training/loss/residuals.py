@@ -47,13 +47,11 @@ def chosen_values(loss: StepLoss, state: TrainState, batch: PyTree) -> ValueChoi
 
 def value_costs(loss: StepLoss, variables: PyTree, batch: PyTree) -> tuple[BlockCosts, ...]:
     """Returns what the values of the blocks of a loss cost, of a microbatch of a batch."""
-    placement, program = loss.placement, loss.fused
-    num_parts = placement.grad_plan.num_microbatches
-    if num_parts > 1:  # as the step has it, without dead code: of values on one line it is their number that names them
-        judged = judge(loss, arguments := loss.shapes(variables, batch))
+    placement, program, arguments = loss.placement, loss.fused, loss.shapes(variables, batch)
+    if placement.grad_plan.takes_parts:  # as in the step, without dead code: values on one line are named by numbers
+        judged = judge(loss, arguments)
+        num_parts = placement.grad_plan.num_microbatches
         program, arguments = judged.program, judged.shapes_of_part(arguments, num_parts)
-    else:
-        arguments = loss.shapes(variables, batch)
     specs = placement.loss_shardings()
     return block_costs(program, *arguments, mesh=placement.mesh, axes=placement.axes, specs=specs)
 

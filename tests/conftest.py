@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -29,12 +29,16 @@ if _is_fast and importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 # On few cores XLA has a thread for each device, and a device may wait in several collectives (docs/xla_faults.md).
 os.environ.setdefault("NPROC", "32")
+# OpenBLAS's threads wait in loops: those of eight devices that factorize matrices take four times the CPU of the work.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
 gc.set_threshold(50_000, 20, 50)
 # `nohup` and shells that start this in the background ignore signals that tests send; processes inherit that.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
+# Of the ten frames that JAX has in each operation's metadata one is read: the rest is a twentieth of lowering and XLA.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 # Tests have a folder for compiled programs (`kept_programs`), and processes that they start none, unless told.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
@@ -69,6 +73,17 @@ _MOST_BYTES = 10**9
 def kept_programs(pytestconfig: pytest.Config) -> pathlib.Path:
     """The folder in which programs that were compiled for CPUs are kept, for other tests and the next run of them."""
     return pytestconfig.stash[_PROGRAMS]
+
+
+@pytest.fixture(scope="module")
+def all_frames() -> Iterator[None]:
+    """Has as many callers in the metadata of operations as users have by default."""
+    import jax
+
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
 
 
 @pytest.fixture

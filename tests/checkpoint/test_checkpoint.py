@@ -304,11 +304,15 @@ def test_a_folder_that_cannot_be_written_stops_no_run(tmp_path, capfd):
         Checkpointer(folder)
 
 
-def test_what_json_cannot_hold_stops_no_run(tmp_path):
+def test_what_json_cannot_hold_stops_no_run_and_arrays_become_lists(tmp_path):
     lines = []
     with Checkpointer(tmp_path, log=lines.append) as checkpointer:
         checkpointer.save(1, make_state(), extra={"model": object()})
-    assert checkpointer.num_failed == 1 and "JSON serializable" in lines[0]
+        assert checkpointer.num_failed == 1 and "`extra` has a value of type object: give what JSON has" in lines[0]
+        generator = np.random.Generator(np.random.MT19937(0)).bit_generator.state  # has an array
+        checkpointer.save(2, make_state(), extra={"rng": generator, "loss": np.float32(0.5), "best": jnp.float32(0.5)})
+    extra, key = describe(tmp_path).extra, generator["state"]["key"].tolist()
+    assert (extra["rng"]["state"]["key"], extra["loss"], extra["best"]) == (key, 0.5, 0.5)
 
 
 def test_a_state_of_another_kind_is_refused_with_what_saves_it(tmp_path):

@@ -1,5 +1,6 @@
 """What a user gets wrong is a ValueError that names it and ends with the remedy."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -205,6 +206,14 @@ def test_what_prints_in_order_on_several_devices():
     assert "give ordered=False to those in loss_fn" in "".join(caught.value.__notes__)
 
 
+def test_a_third_parameter_that_is_no_key():
+    loss = lambda params, x, y: loss_fn(params, {"inputs": x}) - y  # noqa: E731
+    step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=reference.make_config(stage=1))
+    with pytest.raises(TypeError) as caught:
+        step(stage_1_state(), tuple(make_batch().values()))
+    assert "third parameter of loss_fn ('y') gets a PRNG key: " in "".join(caught.value.__notes__)
+
+
 def test_keys_of_microbatches_make_no_key():
     config = reference.make_config(stage=1, num_microbatches=2)
     loss = lambda p, b, key: (loss_fn(p, b), {"key": key})  # noqa: E731
@@ -224,6 +233,20 @@ def test_params_that_are_no_arrays(given):
             mesh=mesh_of("4"),
             config=reference.make_config(),
         )
+
+
+def test_containers_that_jax_does_not_know(tmp_path):
+    Pair = dataclasses.make_dataclass("Pair", ["up", "down"])
+    config, batch = reference.make_config(stage=1), collections.UserDict(make_batch())
+    with pytest.raises(ValueError, match=r"of type Pair, .*register its class, .*register_dataclass\(Pair\)"):
+        zero.init_state(lambda _: Pair(1.0, 2.0), optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
+    step = zero.make_train_step(loss_fn, optax.adam(0.01), mesh=mesh_of("4"), config=config)
+    trainer = lambda batch: zero.Trainer(  # noqa: E731
+        loss_fn, lambda _: host_params(), [batch], config=zero.TrainConfig(steps=1, out=tmp_path, name="a")
+    ).train()
+    for take in (lambda x: zero.shard_batch(x, mesh=mesh_of("4")), lambda x: step(stage_1_state(), x), trainer):
+        with pytest.raises(ValueError, match=r"batch is .* of type UserDict, no array: make a dict of it, dict\("):
+            take(batch)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["act"])
@@ -434,3 +457,21 @@ def test_a_traceback_has_the_lines_of_the_user_and_not_those_of_zero_jax_between
     bug = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     monkeypatch.setattr("zero_jax.training.compiled_step.train_state_shardings", None)
     assert ours(bug, TypeError)[-1] == "compiled_step.py"
+
+
+def test_a_nan_of_debug_nans_has_the_line_that_made_it():
+
+    def loss(params, batch):
+        return jnp.log(loss_fn(params, batch) - batch["inputs"][0, 0])
+
+    tx, batch, state = optax.adam(0.01), make_batch(), make_on(mesh_of("4"), stage=1)
+    make_step = lambda: zero.make_train_step(loss, tx, mesh=mesh_of("4"), config=reference.make_config(stage=1))  # noqa: E731
+    good, bad = ({**batch, "inputs": batch["inputs"] * 0 + x} for x in (0, 1e30))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\)") as found:
+        make_step()(state, bad)
+    assert any(f"it was made at {__file__}:{loss.__code__.co_firstlineno + 1}:" in x for x in found.value.__notes__)
+    assert [entry.path.name for entry in found.traceback if "zero_jax" in entry.path.parts] == ["jaxprs.py"]
+    step = make_step()
+    state, _ = step(state, good)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"donated: .*set jax_debug_nans .*before"):
+        step(state, bad)

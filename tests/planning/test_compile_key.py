@@ -16,7 +16,7 @@ from zero_jax.planning import process as compile_process
 from zero_jax.planning import worker as plan_worker
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
-pytestmark = pytest.mark.tpu_compiler
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.usefixtures("all_frames")]  # callers are not in the key
 CONFIG = zero.ZeroConfig(stage=3)
 
 
@@ -40,7 +40,7 @@ def lower(job):
 
 
 @pytest.fixture(scope="module")
-def lowered():
+def lowered(all_frames):
     return lower(job_of())
 
 

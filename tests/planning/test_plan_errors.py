@@ -311,3 +311,18 @@ def test_sizes_of_the_model_axis_that_the_model_refuses_are_left_out():
     found = search_by_estimate(loss_fn, config=config, stages=(3,), remats=("own",), log=said.append)
     assert {x.setting.model for x in (*found.ranking.ranked, *found.ranking.rejected)} == {1, 2}
     assert "model=4 is left out: 3 heads do not divide over 4 devices" in said
+
+
+def test_products_without_tiles_are_compiled_by_a_library():
+    """As XLA:GPU refuses those of 257 tokens where there is no GPU."""
+    tried = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            tried.append({name for name in compiler_options if "triton" in name})
+            if len(tried) == 1:
+                raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot")
+            return jax.jit(jnp.sin).lower(jnp.ones(4)).compile()
+
+    saved, _ = compile_job.compile_lowered(Lowered(), {}, quick=False)
+    assert tried == [set(), {"xla_gpu_enable_triton_gemm"}] and "sine" in saved["text"]

@@ -247,10 +247,10 @@ def test_a_pipeline_trains_and_goes_on_with_other_stages(config):
     assert result.final_validation_loss < result.first_validation_loss
     embed = GPT.vocab_size * GPT.d_model + GPT.d_model  # and the last norm; half of the layers are on a device
     assert result.per_device_params_bytes == 2 * (embed + (GPT.num_params - embed) // 2)
-    for step, pipe, count in ((13, 1, 1), (14, 2, 4)):
-        own = dataclasses.replace(zero, num_microbatches=count)
-        trainer.train(dataclasses.replace(config, steps=step, pipe=pipe, zero=own), model=MODEL, log=lines.append)
-        assert any(f"resuming after step {step - 1}" in line for line in lines)
+    # Back to more stages, and with what numbers, is in test_pipeline.py.
+    without = dataclasses.replace(config, steps=13, pipe=1, zero=dataclasses.replace(zero, num_microbatches=1))
+    trainer.train(without, model=MODEL, log=lines.append)
+    assert any("resuming after step 12" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -99,18 +99,19 @@ def test_the_sum_of_applied_gradients_follows_the_exact_one(name):
     quantize, mesh = dataclasses.replace(FEEDBACK, grads_over=over), zero.make_mesh(**sizes)
     state, step = make(quantize, mesh=mesh, **settings)
     before = jax.tree.map(lambda x: x.sharding, state)
-    for _ in range(10):
+    num_steps = 5
+    for _ in range(num_steps):
         state, _ = step(state, make_batch())
     assert state.grad_errors["gain"] is None
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, before))
-    check_conserved(state, 10)
+    check_conserved(state, num_steps)
     assert all(np.abs(state.grad_errors[path]).max() > 0 for path in ("up", "down"))  # something was dropped
-    assert drift(state, 10) < 0.25
+    assert drift(state, num_steps) < 0.25
     if name in DRIFTS:
         plain, step = make(dataclasses.replace(quantize, error_feedback=False), mesh=mesh, **settings)
-        for _ in range(10):
+        for _ in range(num_steps):
             plain, _ = step(plain, make_batch())
-        assert plain.grad_errors is None and drift(plain, 10) > 0.9  # each step drops the same
+        assert plain.grad_errors is None and drift(plain, num_steps) > 0.09 * num_steps  # each step drops the same
 
 
 @pytest.mark.slow

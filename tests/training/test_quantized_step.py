@@ -333,10 +333,17 @@ def test_axes_that_gradients_cannot_be_quantized_over(over, message):
 EVERY, TIMES = 64, 100.0  # of the features of each layer, so many times as large as the others
 
 
+@functools.cache
+def outlier_batch(step):
+    inputs = jax.random.normal(jax.random.key(step), (64, 256))
+    outputs = jnp.tanh(inputs @ jax.random.normal(jax.random.key(99), (256, 256)) / 16)
+    return {"x": np.asarray(inputs), "y": np.asarray(outputs)}
+
+
 def outlier_model():
     """A model of two layers whose activations, params and gradients have outliers; without them it is a plain one.
 
-    Returns init, loss function, batches by step, and an optimizer whose updates are as large as its params.
+    Returns init, loss function, and an optimizer whose updates are as large as its params.
     """
     x, hidden = (jnp.ones(n).at[::EVERY].set(TIMES) for n in (256, 512))
     scales = {"up": hidden[None] / x[:, None], "down": x[None] / hidden[:, None]}
@@ -350,25 +357,21 @@ def outlier_model():
         h = jnp.tanh(batch["x"] * x @ params["up"] / hidden) * hidden
         return jnp.square(h @ params["down"] / x - batch["y"]).mean()
 
-    def make_batch(step):
-        inputs = jax.random.normal(jax.random.key(step), (64, 256))
-        return {"x": inputs, "y": jnp.tanh(inputs @ jax.random.normal(jax.random.key(99), (256, 256)) / 16)}
-
     def update(updates, params):
         return jax.tree.map(lambda u, scale: -3e-3 * u * scale, updates, scales)
 
-    return init, loss_fn, make_batch, optax.chain(optax.scale_by_adam(eps=1e-12), optax.stateless(update))
+    return init, loss_fn, optax.chain(optax.scale_by_adam(eps=1e-12), optax.stateless(update))
 
 
 def loss_with_outliers(quantize, *, num_steps=40):
     """Returns the mean loss of the last steps."""
-    init, loss_fn, make_batch, tx = outlier_model()
+    init, loss_fn, tx = outlier_model()
     mesh, config = zero.make_mesh(data=8), zero.ZeroConfig(stage=3, quantize=quantize)
     state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     losses = []
     for i in range(num_steps):
-        state, metrics = step(state, make_batch(i))
+        state, metrics = step(state, outlier_batch(i))
         losses.append(float(metrics.loss))
     return np.mean(losses[-5:])
 

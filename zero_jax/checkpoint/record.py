@@ -148,18 +148,24 @@ def record_to_json(
     classes: Mapping[str, str],
     extra: Mapping[str, Any],
 ) -> bytes:
-    """Encodes a record as JSON with a checksum; raises `TypeError` for what JSON has no form for."""
+    """Encodes a record as JSON with a checksum, arrays as lists; raises `TypeError` for what JSON has no form for."""
     described = {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
     extra = {**extra, _CLASSES: dict(classes)}  # there, as earlier releases refuse other fields than theirs
     record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": extra}
     # As it will be read: tuples are lists, keys are strings, of which two may be equal then.
-    record = json.loads(json.dumps(record), object_pairs_hook=untrusted.unique_keys)
+    record = json.loads(json.dumps(record, default=_plain), object_pairs_hook=untrusted.unique_keys)
     encoded = json.dumps({**record, "checksum": untrusted.json_checksum(record)}).encode()
     if len(encoded) > _MAX_RECORD_BYTES:
         raise ValueError(
             f"the record has {len(encoded):,} bytes, more than {_MAX_RECORD_BYTES:,}: save less in `extra`"
         )
     return encoded
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)):  # a loss, the state of a random generator
+        return np.asarray(value).tolist()
+    raise TypeError(f"`extra` has a value of type {type(value).__name__}: give what JSON has, or arrays")
 
 
 def read_record(path: epath.Path) -> Record:

@@ -342,7 +342,8 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     remedies = {
-        "params": "Restore it with the model that it was saved with, or begin a run of another name",
+        "params": "Restore it with the model that it was saved with, or begin a run of another name; a state of its "
+        "params and new ones is made by init_state({**restored.state.params, ...}, ...)",
         MODEL_STATE: "Restore it with an init_fn that returns the model_state that it was saved with, or none; a state "
         "of its params and other model_state is made by init_state(zero.Variables(params=..., model_state=...), ...)",
     }

@@ -196,7 +196,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
         Args:
           step: steps done.
           state: the state, not donated.
-          extra: what else to record; anything that JSON has a form for.
+          extra: what else to record; anything that JSON has a form for, and arrays, which become lists.
           loss: its validation loss, or None.
           allow_nonfinite: save a state whose params hold NaN or infinities, and record their paths in `extra` as
             `nonfinite_leaves`.

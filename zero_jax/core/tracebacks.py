@@ -17,8 +17,8 @@ _NOT_OF_A_USER = {"zero_jax", "jax", "jaxlib", "optax", "contextlib"}
 class ShortTraceback(contextlib.AbstractContextManager):
     """Leaves zero_jax out of a user's error's traceback, as JAX does; `JAX_TRACEBACK_FILTERING=off` shows all.
 
-    A user's error is one that came through a user's function, or a `ValueError`, which keeps the frame that raised
-    it.
+    A user's error is one that came through a user's function, or a `ValueError` or a `FloatingPointError` of
+    `jax_debug_nans`, which keep the frame that raised them.
     """
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: types.TracebackType | None) -> None:
@@ -35,9 +35,9 @@ class ShortTraceback(contextlib.AbstractContextManager):
             entries.append(traceback)
             traceback = traceback.tb_next
         kept = [entry for entry in entries if not _is_ours(entry)]
-        if isinstance(error, ValueError) and _is_ours(entries[-1]):
+        if isinstance(error, (ValueError, FloatingPointError)) and _is_ours(entries[-1]):
             kept.append(entries[-1])
-        # What zero_jax raised itself, but for a ValueError, is a bug of its own: whoever mends it needs all frames.
+        # What zero_jax raised itself, but for these, is a bug of its own: whoever mends it needs all frames.
         elif _is_ours(entries[-1]) or not any(map(_is_of_user, kept)):
             return
         error.__traceback__ = None

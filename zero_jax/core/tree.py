@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -128,8 +129,12 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
         refusal = _refusal(leaf)
         if refusal is not None:
             name = leaf_names(tree)[i]
-            where = f"{what} leaf {name!r}" if name else what
-            raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array{refusal}: {remedy}")
+            where, kind = f"{what} leaf {name!r}" if name else what, type(leaf).__name__
+            if isinstance(leaf, Mapping):  # the batch of a Hugging Face tokenizer, say
+                remedy = "make a dict of it, dict(...)"
+            elif dataclasses.is_dataclass(leaf):
+                remedy = f"register its class, jax.tree_util.register_dataclass({kind}), so that JAX sees its fields"
+            raise ValueError(f"{where} is {shown(leaf)} of type {kind}, no array{refusal}: {remedy}")
 
 
 def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> None:

@@ -9,6 +9,9 @@ from zero_jax.dims.primitives import CASTS, ELEMENTWISE, JOINS, MOVES, REDUCTION
 from zero_jax.sharding.spec import Dims
 
 _OF_ALL = ELEMENTWISE | JOINS
+# What XLA computes whole on every device, though each place along leading dims is by itself: TPUs have loops for
+# factorizations, and elsewhere a Fourier transform is a call of a library.
+_WHOLE_ON_TPU, _WHOLE_ELSEWHERE = frozenset({"eigh", "lu", "svd"}), frozenset({"fft"})
 
 
 def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims, int], int]) -> Dims | None:
@@ -50,3 +53,8 @@ def _is_of_shards(eqn: Any) -> bool:
 def has_wrong_gradient(eqn: Any) -> bool:
     """Tells whether XLA shards the transpose of an equation wrongly, as of writes and pools (docs/xla_faults.md)."""
     return eqn.primitive.name.startswith(("slice", "pad", "scatter", "reduce_window"))
+
+
+def computed_whole(platform: str) -> frozenset[str]:
+    """Returns the primitives that XLA gathers their operands for, along whichever dim they are sharded."""
+    return _WHOLE_ON_TPU if platform == "tpu" else _WHOLE_ELSEWHERE

@@ -86,6 +86,10 @@ class Job:
         return dataclasses.replace(options, options=tuple(combined))
 
 
+# Without a GPU to measure on, XLA:GPU finds no tiles for some products of rows that 16 does not divide, as 257 tokens.
+_NO_TILES, _TRITON = "Couldn't find output tile sizes", "xla_gpu_enable_triton_gemm"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledText:
     """What the compiler made of a job, as the cache keeps it: a program's text and figures, or why it was refused.
@@ -173,6 +177,8 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) ->
             with contextlib.suppress(ValueError):  # the user's options redirect the dump
                 layout = _figures(read_layout(dump))
     except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES in str(error) and _TRITON not in options:
+            return compile_lowered(lowered, {**options, _TRITON: False}, quick=quick)
         needed = _needed_bytes(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
             raise

@@ -134,6 +134,9 @@ def variables(eqn: Any) -> list[Any]:
     return [atom for atom in eqn.invars if type(atom) is not Literal]
 
 
+_MADE_AT = "it was made at"
+
+
 @contextlib.contextmanager
 def source_context(eqn: Any, *, names: bool = True) -> Iterator[None]:
     """Gives what is traced inside the source line, name stack (`names`) and trace-time settings of an equation."""
@@ -142,7 +145,12 @@ def source_context(eqn: Any, *, names: bool = True) -> Iterator[None]:
     # Within JAX's own jitted functions there is no line of the user's: the one around them stays.
     traceback = eqn.source_info.traceback if source_line(eqn) else None
     with source_info_util.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
-        yield
+        try:
+            yield
+        except FloatingPointError as error:  # of `jax_debug_nans`: JAX drops the cause that has the line
+            if traceback is not None and not any(_MADE_AT in note for note in getattr(error, "__notes__", ())):
+                error.add_note(f"{_MADE_AT} {source_line(eqn)}")
+            raise
 
 
 def source_within(eqn: Any, around: Sequence[Any]) -> Any:

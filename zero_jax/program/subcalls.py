@@ -117,8 +117,8 @@ def primitives_in(jaxpr: Any, *, skip: Collection[str] = ()) -> frozenset[str]:
         if id(each) not in seen:
             seen.add(id(each))
             eqns = [eqn for eqn in open_jaxpr(each)[0].eqns if eqn.primitive.name not in skip]
-            names.update(eqn.primitive.name for eqn in eqns)
-            jaxprs += [inner for eqn in eqns for inner in inner_jaxprs(eqn)]
+            names |= {eqn.primitive.name for eqn in eqns}
+            jaxprs += [inner for eqn in eqns if eqn.params for inner in inner_jaxprs(eqn)]
     return frozenset(names)
 
 

@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.tree import PyTree, leaf_names, path_name
+from zero_jax.core.tree import PyTree, path_name
+from zero_jax.core.variables import variable_names
 from zero_jax.sharding.spec import Dims, checked_dims
 
 # From a logical axis to the mesh axis, or axes, that its dims are sharded over, or None. As in Flax, pairs may name one
@@ -75,15 +76,15 @@ def spec_of_each(params: PyTree, specs: PyTree, *, what: str) -> list[Any]:
     return jax.tree.structure(params).flatten_up_to(full)
 
 
-def dims_of_each(params: PyTree, specs: PyTree, *, mesh: Mesh) -> list[Dims]:
-    """Returns the axes of the dims of each param, as `spec_of_each` finds its spec.
+def dims_by_name(params: PyTree, specs: PyTree, *, mesh: Mesh) -> list[tuple[str, Dims]]:
+    """Returns the path of each param and the axes of its dims, as `spec_of_each` finds its spec.
 
     Raises:
       ValueError: a spec does not fit its param, or names an axis that the mesh does not have.
     """
     each = spec_of_each(params, specs, what="the specs are")
-    leaves = zip(leaf_names(params), jax.tree.leaves(params), each, strict=True)
-    return [checked_dims(f"param {name!r}", spec, jax.typeof(leaf).shape, mesh) for name, leaf, spec in leaves]
+    leaves = zip(variable_names(params), jax.tree.leaves(params), each, strict=True)
+    return [(name, checked_dims(f"param {name!r}", spec, jax.typeof(leaf).shape, mesh)) for name, leaf, spec in leaves]
 
 
 def _metadata(node: Any) -> Mapping[str, Any]:

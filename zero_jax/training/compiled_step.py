@@ -218,8 +218,7 @@ class TrainStep:
             options = step_options(program.mesh, program.config)
 
             def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-                if self.last_call[0].thread == threading.get_ident():  # within `repeat`
-                    raise ValueError("a leaf of the state was replaced")
+                self.last_call[0].check_traced(state)
                 return program.step(state, batch, placement=placement)
 
             jit = functools.partial(jax.jit, step, out_shardings=(shardings, None))
@@ -317,6 +316,17 @@ class _LastCall:
             self.thread = 0
         self.state = weakref.ref(remember_copies(results[0]))
         return results
+
+    def check_traced(self, state: PyTree) -> None:
+        """Raises an error where jit calls the step's function in `repeat`, or without tracing it on what it donated."""
+        if is_traced(state.step):
+            if self.thread == threading.get_ident():
+                raise ValueError("a leaf of the state was replaced")
+        elif state.step.is_deleted():  # `jax_debug_nans` runs the function again to find the line
+            raise FloatingPointError(
+                "the step made a NaN or an infinity, and had its state donated: to have the line that made it, set "
+                "jax_debug_nans (JAX_DEBUG_NANS=1) before the first step"
+            )
 
 
 _KIND = operator.attrgetter("__class__", "shape", "dtype", "sharding")

@@ -107,8 +107,9 @@ class _Program:
         offloaded = None if placement.offload is None else OffloadedState.of(state, placement)
         stored = state.masters if offloaded is None else offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
+        trained = trainable(masters)
         # Before the gradients, because those of params that the optimizer freezes are not computed.
-        traced = trace_update(self.tx, trainable(masters), state.opt_state, mesh=self.mesh)
+        traced = trace_update(self.tx, trained, state.opt_state, mesh=self.mesh)
         needed = traced.needed_grads
         computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(computed.grads, masters, placement, state.loss_scale)
@@ -118,7 +119,7 @@ class _Program:
         given = Given(
             norm=norm,
             finite=finite,
-            loss=computed.loss.astype(value_dtype(trainable(masters))),
+            loss=computed.loss.astype(value_dtype(trained)),
             loss_scale=state.loss_scale,
             rounding_key=rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None,
             functions=self.objective(state, loss, arguments, needed) if traced.calls_functions else {},

@@ -418,6 +418,13 @@ def test_dtypes_of_a_mixed_policy():
     assert estimated(stage=2, precision=precision).by_dtype == {"f32": 28672, "bf16": 14336}
 
 
+@pytest.mark.parametrize(("fields", "passes"), [({"stage": 3}, 3), ({"stage": 1, "num_microbatches": 4}, 2)], ids=str)
+def test_complex_params_move_as_they_are(fields, passes):
+    mesh, config = zero.make_mesh(data=8), zero.ZeroConfig(min_shard_size=1, precision="bf16", **fields)
+    state = zero.abstract_state(lambda key: {"w": jnp.zeros(W["w"], jnp.complex64)}, TX, mesh=mesh, config=config)
+    assert comms.estimate(state, mesh=mesh, config=config).by_dtype == {"c64": passes * 8192 * 7 / 8 * 8}
+
+
 def test_staged_gathers_split_by_axis():
     mesh = zero.make_mesh(data=8, data_layout=(2, 4))
     estimate = estimated(mesh=mesh, stage=1)

@@ -366,16 +366,6 @@ def test_the_forward_pass_does_not_go_through_the_shards():
 
 
 @pytest.mark.slow
-def test_policies_compute_the_same():
-    params, loss_fn, specs = model_of("dict scan own")
-    policies = ("own_sharded", "dots_offloaded", "attention_sharded")
-    got = placed(loss_fn, params, batch_of(), policies=policies, specs=specs, gathered=True)
-    want = plain(loss_fn, params, batch_of())
-    for policy, values in zip(policies, got, strict=True):
-        assert_same(values, want, policy)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dict scan own", "nnx loop own"])
 def test_every_policy_computes_the_same(kind):
     """Half of the policies on params that are gathered on use, the other half on params that lie whole over `data`."""

@@ -21,6 +21,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.chains import escaped
 from zero_jax.sharding.mesh import axis_size, networks
+from zero_jax.sharding.precision import Precision, wide
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
@@ -40,6 +41,7 @@ from zero_jax.transforms import DeviceSum, resolve_schedule
 Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
 # Traces and states name dtypes as NumPy does, programs as HLO does; rows of both are compared.
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
+_HLO_DTYPES |= {"complex64": "c64", "complex128": "c128"}
 # The collectives of each step of a sum of devices' own gradients
 _SUMMED_BY = {"scatter": ("all-to-all",), "parts": ("all-to-all", "all-gather"), "all": ("all-reduce",)}
 
@@ -238,7 +240,8 @@ class _LeafTraffic:
         # Of one share of the axes that are not `data`, and of those to which activations go (`stays`, of experts).
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe, *stays))
-        precision = placement.precision
+        # No policy casts complex params.
+        self.precision = precision = Precision() if leaf.dtype.startswith("complex") else placement.precision
         self.stored = precision.master or leaf.dtype
         # Where the params are the master params, as at stage 3, there is no copy in low precision to gather.
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
@@ -268,7 +271,7 @@ class _LeafTraffic:
                 yield from _rows("all-gather", gathers, blocks or self.compute, "backward", backward)
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
-        dtype = (not param_axes and blocks) or placement.precision.param or self.stored
+        dtype = (not param_axes and blocks) or self.precision.param or self.stored
         gathers = self.gathers(self.leaf.update_dims or self.leaf.dims, missing)
         yield from _rows("all-gather", gathers, dtype, "update", 1)
 
@@ -301,7 +304,7 @@ class _LeafTraffic:
         if placement.params_are_masters:
             yield from _rows("all-to-all", moves, self.compute, "forward", 1)
         if has_grad and not placement.grad_plan.sums_to_masters:
-            yield from _rows("all-to-all", moves, "float32" if self.k > 1 else self.compute, "update", 1)
+            yield from _rows("all-to-all", moves, wide(self.compute) if self.k > 1 else self.compute, "update", 1)
 
     def model_state_rows(self, gathered_in: Iterable[str]) -> Iterator[EstimateRow]:
         """Yields the gathers of a leaf of model state, once in a pass of a microbatch."""
@@ -318,13 +321,13 @@ class _LeafTraffic:
         placement, k = self.placement, self.k
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
-        plan, reduce = placement.grad_plan, placement.precision.reduce
+        plan, reduce = placement.grad_plan, self.precision.reduce
         often = tuple(axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe, *self.stays))
         if plan.at_use:
-            yield from self.sum_rows(often, reduce or "float32", phase="backward", times=k)
+            yield from self.sum_rows(often, reduce or wide(self.compute), phase="backward", times=k)
         else:
             yield from self.scatter_rows(often, reduce or self.compute)
-        dtype = "float32" if k > 1 else self.compute
+        dtype = wide(self.compute) if k > 1 else self.compute
         yield from self.sum_rows(plan.once_over, reduce or dtype, phase="update", times=1)
 
     def scatter_rows(self, over: Sequence[str], dtype: Any) -> Iterator[EstimateRow]:
@@ -338,8 +341,7 @@ class _LeafTraffic:
         states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
         yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", times)
         rest, elements = self.share(dims, [axis for axis in over if axis not in (*self.on_data(dims), *pipe)])
-        # An all-reduce sends what a reduce-scatter and an all-gather do.
-        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", times)
+        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", times)  # it scatters and gathers
         if pipe:
             yield from _rows("reduce-scatter", [self.share(dims, pipe)], dtype, "backward", 1)
 
@@ -395,6 +397,6 @@ def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float
     parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:
         for part, per_element in parts:
-            name, sent_bytes = jnp.dtype(part).name, times * elements * per_element * jnp.dtype(part).itemsize
+            name, sent = jnp.dtype(part).name, times * elements * per_element * jnp.dtype(part).itemsize
             dtype = _HLO_DTYPES.get(name) or name
-            yield EstimateRow(kind=kind, axes=axes, dtype=dtype, phase=phase, total_sent_bytes=sent_bytes)
+            yield EstimateRow(kind=kind, axes=axes, dtype=dtype, phase=phase, total_sent_bytes=sent)

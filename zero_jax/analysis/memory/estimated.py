@@ -19,6 +19,7 @@ from zero_jax.analysis.memory.residuals import TransformerResiduals
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.dims import is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import to_shardings
@@ -90,11 +91,6 @@ def formula_ways(placement: Placement, *, is_sharded: bool) -> int:
     return axes.size_beside_batch(mesh) * (axis_size(mesh, axes.data) if is_sharded else 1)
 
 
-def is_inexact(x: Any) -> bool:
-    """Returns whether an array is of a dtype that gradients are taken for."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, Group]:
     """Returns the groups of a state; what is neither variables nor optimizer state is `other`."""
     placement = make_placement(state.variables, mesh=mesh, config=config)
@@ -110,7 +106,7 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     over = lambda name: placement.axes.batch if name == "grad_errors" else placement.axes_of_group(name)  # noqa: E731
     return {
         name: Group(
-            leaves=_leaves(name, tree, placed, counted=counts.get(name, is_inexact)),
+            leaves=_leaves(name, tree, placed, counted=counts.get(name, is_float)),
             ways=axis_size(mesh, over(name)) * (1 if name == "other" else model),
         )
         for name, (tree, placed) in groups.items()
@@ -162,7 +158,7 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     params = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
     for path, x, sharding in params:
-        if not is_inexact(x):
+        if not is_float(x):
             continue
         # The dtype in which the loss sees the param.
         narrow = jnp.dtype(compute if compute is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
@@ -329,7 +325,7 @@ def estimate(
         formula["residuals"] = (residuals or saved).device_bytes
         differences.append(("residuals", _BY_TRACE, actual["residuals"] - formula["residuals"]))
     order = [name for name in _ORDER if name in formula or name == "other"]
-    num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
+    num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_float(x))
     partly = [x for group in groups.values() for x in group.counted if x.device_bytes * group.ways > x.num_bytes]
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
@@ -367,7 +363,7 @@ def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -
     if placement.precision.has_master and not placement.keeps_copy:
         low = placement.precision.param or placement.precision.compute
         dtype_of = lambda x: jnp.dtype(low if low and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)  # noqa: E731
-        params = [x for x in jax.tree.leaves(state.params) if is_inexact(x)]
+        params = [x for x in jax.tree.leaves(state.params) if is_float(x)]
         totals |= {"params": sum(x.size * dtype_of(x).itemsize for x in params), "master": totals["params"]}
     return totals
 

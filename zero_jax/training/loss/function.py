@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,8 +98,14 @@ class LossFunction:
         try:
             with self.context():
                 out = self.function(variables.params, batch, *keys, **kwargs)
-        except TypeError as error:
-            _explain_model(error, variables.params)
+        except Exception as error:
+            if isinstance(error, TypeError):
+                _explain_model(error, variables.params)
+            if keys and self.key is not None and not re.search("key|rng|rand|seed", self.key.name):
+                error.add_note(
+                    f"the third parameter of loss_fn ({self.key.name!r}) gets a PRNG key: loss_fn(params, batch) gets "
+                    "all of the batch as one pytree, as in `x, y = batch`"
+                )
             raise
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)

@@ -51,6 +51,7 @@ from zero_jax.transforms import (
     gathered,
     heads_by_tiles,
     lookups_by_place,
+    own_examples,
     rematerialize,
     resolve_remat,
     resolve_schedule,
@@ -151,16 +152,22 @@ class StepLoss:
         mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
-    def to_place(self, program: LossProgram | None = None) -> LossProgram:
-        """Returns the program that `placed` takes: `fused`, or what was made of it, after all passes in between."""
-        return self.unsharded(self.recomputed(self.fused if program is None else program))
+    def to_place(self, program: LossProgram | None = None, *, mapped: bool = False) -> LossProgram:
+        """Returns the program that `placed` takes: `fused`, or what was made of it, after all passes in between.
 
-    def unsharded(self, program: LossProgram) -> LossProgram:
+        It may be to be `mapped` over devices by `jax.vmap`.
+        """
+        return self.unsharded(self.recomputed(self.fused if program is None else program), mapped=mapped)
+
+    def unsharded(self, program: LossProgram, *, mapped: bool = False) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
-        On TPUs complex numbers are summed by part, and heads are made in the form that is cheapest.
+        What XLA would compute for all examples on every device is of each device's own, unless the program is to be
+        `mapped` over devices. On TPUs complex numbers are summed by part, and heads are made in the cheapest form.
         """
-        program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        mesh, axes = self.placement.mesh, self.placement.axes
+        program = program if mapped or axes.num_stages(mesh) > 1 else own_examples(program, mesh=mesh, axes=axes)
+        program = unsharded_windows(program, mesh=mesh, axes=axes)
         return heads_by_tiles(complex_sums_by_part(program)) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:

@@ -199,9 +199,9 @@ def checked_placement(
     dtypes = placement.precision
     groups = {"params": dtypes.param if placement.keeps_copy else dtypes.master, "master": dtypes.master}
     for group, dtype in groups.items():
-        tree = getattr(state, group)
-        for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-            if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype:
+        for i, x in enumerate(jax.tree.leaves(getattr(state, group)) if dtype is not None else ()):
+            if x.dtype != dtype and jnp.issubdtype(x.dtype, jnp.floating):
+                name = leaf_names(getattr(state, group))[i]  # which take time
                 raise ValueError(
                     f"leaf '{group}/{name}' of the state is {x.dtype}, and the precision of the step has {dtype}: cast "
                     "it, or make the state with zero.init_state and the config that the step was made with"

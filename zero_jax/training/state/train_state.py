@@ -12,6 +12,7 @@ import optax
 
 from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.core.variables import joined, shown_sizes
+from zero_jax.dims import is_float
 from zero_jax.sharding.precision import LossScale, Precision
 from zero_jax.training.optimizer.update import trace_update
 
@@ -67,7 +68,7 @@ class TrainState:
 
 def trainable(params: PyTree) -> PyTree:
     """Returns the params that have gradients; integers and PRNG keys are replaced by None, which optax skips."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
+    return jax.tree.map(lambda x: x if is_float(x) else None, params)
 
 
 def merge(params: PyTree, updated: PyTree) -> PyTree:
@@ -78,7 +79,7 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
     """Returns a flag for each param from those of the trainable ones, False for all others."""
     of_trainable = iter(flags)
-    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(of_trainable) for x in jax.tree.leaves(params)]
+    return [is_float(x) and next(of_trainable) for x in jax.tree.leaves(params)]
 
 
 def used_by_optimizer(

@@ -19,8 +19,8 @@ from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
 from zero_jax.sharding.chains import SENT, Chain, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
+from zero_jax.transforms.for_xla.layouts import rows_p
 from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, gathered_array, is_unsharded
-from zero_jax.transforms.windows import rows_p
 
 _MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim", rows_p.name}
 

@@ -21,14 +21,13 @@ from jax.sharding import Mesh
 from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, is_key
-from zero_jax.core.variables import variable_names
 from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
-from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.sharding.model_specs import dims_by_name
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.anchors import anchored
@@ -182,8 +181,8 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
     """Marks the params that are (or whose gradients are) sharded over `data`; with a reduce dtype, whole ones too."""
     marked: list[Lazy | Value] = []
     dtype = options.product_dtype
-    each = dims_of_each(used_shapes(params), specs, mesh=options.mesh)
-    for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
+    each = dims_by_name(used_shapes(params), specs, mesh=options.mesh)
+    for leaf, (name, dims) in zip(jax.tree.leaves(params), each, strict=True):
         formats = PLAIN
         if options.quantize is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             formats = options.quantize.formats(name)

@@ -22,7 +22,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
-from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.sharding.model_specs import dims_by_name
 from zero_jax.transforms.remat.choice import choose_values
 from zero_jax.transforms.remat.costs import BlockCosts, costs_of
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
@@ -155,8 +155,8 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
         avals = [var.aval for var in jaxpr.invars]
         params, values = avals[: traced.num_params], avals[traced.num_params :]
         sizes = frozenset(value.shape[0] for value in values if value.shape)
-        each = dims_of_each(jax.tree.unflatten(traced.params_tree, shapes_of(params)), specs, mesh=setting.mesh)
-        marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
+        each = dims_by_name(jax.tree.unflatten(traced.params_tree, shapes_of(params)), specs, mesh=setting.mesh)
+        marks = [Mark("param", on_model(dims, setting.axes.model)) for _, dims in each]
         marks += [Mark("value", stays_alive=True) for _ in values]
 
         with_sizes = dataclasses.replace(setting, batch_sizes=sizes)

@@ -17,8 +17,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, is_float, rows, unknown
+from zero_jax.dims import (
+    CASTS,
+    EXTREMA,
+    SAME,
+    SAME_ELEMENTS,
+    Kind,
+    Relation,
+    TraceComparison,
+    computed_whole,
+    is_float,
+    rows,
+    unknown,
+)
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import equations
@@ -37,7 +50,8 @@ class Separability:
     not_local: str = ""  # why it cannot be called on each device's own examples; empty if it can
     # Whether it has convolutions, which XLA partitions wrongly if they are mapped over devices (docs/xla_faults.md)
     convolves: bool = False
-    has_kernels: bool = False  # whether it has kernels of Pallas, which XLA does not partition
+    # Whether it has kernels of Pallas, or other operations, that XLA does not partition
+    has_kernels: bool = False
     # Whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which a part of
     # the axes is mapped by `shard_map`
     is_plain: bool = False
@@ -109,7 +123,7 @@ def separability(
         least = num_devices if "shard_map" in names else 1
         found = traces.means(size, k, k * num_shards, loss_weight, trusted=True, least=least)
     is_plain = axis_size(mesh, axes.model) == 1 and not has_shardings
-    has_kernels = "pallas_call" in names
+    has_kernels = bool(names & (computed_whole(platform_of(mesh)) | {"pallas_call"}))
     return dataclasses.replace(
         found, not_local=not_local, convolves=convolves, has_kernels=has_kernels, is_plain=is_plain
     )

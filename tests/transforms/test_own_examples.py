@@ -1,0 +1,114 @@
+"""Operations that XLA computes for all examples on every device: each device computes its own (docs/xla_faults.md)."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from gathering import compiled_traffic, normal
+from jax import lax
+from reference import mesh_of
+
+SLOW = pytest.mark.slow
+SHAPES = {"w": (16, 16), "layers": (2, 16, 16)}
+
+
+def transformed(params, batch):
+    """Fourier transforms within layers."""
+
+    def layer(h, weight):
+        spectrum = jnp.fft.rfft(h, axis=1) * jnp.fft.rfft(weight[:8], axis=0)
+        h += jnp.tanh(jnp.fft.irfft(spectrum, h.shape[1], axis=1) @ weight) + 0.01 * jnp.fft.fftn(h, axes=(1, 2)).real
+        return h, None
+
+    h, _ = lax.scan(layer, batch["x"] @ params["w"], params["layers"])
+    return jnp.square(h - 1).mean()
+
+
+def looped(params, batch):
+    """Loops over examples and over chunks of them, with Fourier transforms, noise and a sum over the batch in them."""
+    mean = batch["x"].mean(0)
+
+    def of_one(x_and_key):
+        x, key = x_and_key
+        h, _ = lax.scan(lambda h, weight: (jnp.tanh(h @ weight), None), x @ params["w"] + mean, params["layers"])
+        h = jnp.abs(jnp.fft.rfft(h * (1 + 0.1 * jax.random.normal(key, h.shape)), axis=0))
+        return {"loss": jnp.square(h - 1).mean(), "h": h}
+
+    keys = jax.random.split(jax.random.key(0), len(batch["x"]))
+    made = lax.map(of_one, (batch["x"], keys))
+    chunks = lax.map(lambda h: jnp.square(h).mean(), made["h"], batch_size=2)
+    (total, squares, count), _ = lax.scan(counted, (1.0, jnp.ones(16), 0), made["h"])
+    others = total / count + jnp.sin(squares).sum()
+    return made["loss"].mean() + (chunks * jnp.arange(len(chunks))).mean() + others
+
+
+def counted(sums, h):
+    total, squares, count = sums
+    return (total + jnp.sin(h).sum(), jnp.square(h).mean(0) + squares, count + 1), None
+
+
+def branching(params, batch):
+    """A loop over examples, finite in the branch alone that each takes, with as many steps as each needs."""
+
+    def of_one(x):
+        h = (x @ params["w"]).sum()
+        h = lax.cond(h > 0, jnp.log, lambda h: h, jnp.maximum(h, 0))
+        return h * lax.stop_gradient(lax.while_loop(lambda n: n < jnp.abs(h), lambda n: 2 * n, 1.0))
+
+    made = lax.map(of_one, batch["x"])
+    _, others = lax.scan(lambda last, h: (h, last * h), 1.0, made)  # what a step carries is no sum
+    return made.mean() + others.mean()
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal(shape, dtype=np.float32) / 4 for name, shape in SHAPES.items()}
+    return params, {"x": rng.standard_normal((16, 8, 16), dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "mesh", "fields"),
+    [
+        (transformed, "8", {"stage": 3}),
+        (looped, "8", {"stage": 3}),
+        (branching, "8", {"stage": 0}),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [
+                (transformed, "8", {"stage": 1, "num_microbatches": 2}),
+                (transformed, "model2", {"stage": 3}),
+                (transformed, "8", {"stage": 0}),
+                (looped, "replica", {"stage": 3}),
+                (looped, "model2", {"stage": 2, "remat": "full"}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_each_device_computes_its_own_examples(loss, mesh, fields):
+    params, batch = arrays()
+    state, step = reference.make_trainer(loss, optax.sgd(0.1), mesh=mesh_of(mesh), params=params, **fields)
+    value, grads = step.grads(state, batch)
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(loss))(params, batch)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for name in params:
+        assert reference.norm(grads[name] - wanted_grads[name]) <= 1e-5 * reference.norm(wanted_grads[name]), name
+    gathered = re.findall(r"= (\S+) all-gather", step.lower(state, batch).compile().as_text())
+    of_examples = [x for x in gathered if re.match(r"c64\[\d+,\d+,\d+|f32\[(\d+,)+8,16\]|f32\[\d+,5,16", x)]
+    assert not of_examples, of_examples
+
+
+@pytest.mark.tpu_compiler
+def test_factorizations_of_each_example_move_nothing_on_tpus():
+    pytest.importorskip("libtpu")
+
+    def loss(params, x):
+        squares = jax.vmap(lambda x: x @ x.T + jnp.eye(8))(x @ params["w"])
+        return jnp.linalg.solve(squares, x).mean() + jnp.linalg.eigvalsh(squares).max(-1).mean()
+
+    report = compiled_traffic(loss, lambda: {"w": normal(16, 16)}, (32, 8, 16), 3)
+    assert report.sent_bytes < 32 * 8 * 8  # a fraction of the matrices

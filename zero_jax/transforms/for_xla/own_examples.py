@@ -1,0 +1,156 @@
+"""Operations of single examples that XLA computes for all of them on every device: each device computes its own.
+
+XLA gathers the operand of a Fourier transform on GPUs and CPUs, and of a factorization on TPUs, however it is sharded.
+A device computes that of its own examples in a `jax.shard_map`. In a loop over the examples, as `jax.lax.map` makes it,
+every device computes every example: each step becomes one example of each device, by `jax.vmap` (docs/xla_faults.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from zero_jax.core.device_put import platform_of
+from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole, dim_map
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, variables
+from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.subcalls import Subcall, subcall
+from zero_jax.program.walk import Rewriting
+from zero_jax.sharding.mesh import Axes, axis_size
+
+
+def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+    """Transforms `loss_fn(params, batch, ...)` so that each device computes its own examples, and none of the others.
+
+    The batch is sharded over the axes `axes.batch`. The result computes the same values and has the same derivatives.
+    Of loops over examples those change that carry nothing from one to the next but sums.
+    """
+
+    def owned(traced: Traced) -> Traced:
+        closed = traced.closed
+        names = (computed_whole(platform_of(mesh)) | {"scan"}) & traced.primitives
+        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
+        if is_manual or not names or axis_size(mesh, axes.batch) == 1:
+            return traced.rewritten(closed)
+        for change in (_OwnLoops, _OwnOperations):  # an operation in a loop is one of several examples then
+            found = _Owned(mesh, axes, names)
+            data = open_jaxpr(closed)[0].invars[traced.num_params :]
+            found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
+            closed = change(mesh, axes, found.dims).rewritten(closed)
+        return traced.rewritten(closed)
+
+    return LossProgram.of(loss_fn).then(owned)
+
+
+class _Owned(Examples):
+    """Finds in `dims`, by `id`, along which dim the examples are in the operand of some primitives, and the results."""
+
+    def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str]):
+        super().__init__(mesh, axes)
+        self.names, self.dims = names, dict[int, State]()
+
+    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
+        if eqn.primitive.name not in self.names:
+            return super().operation(eqn, operands)
+        (dim,) = operands
+        is_kept = isinstance(dim, int) and all(dim_map(eqn, i).to((0, dim)) == dim for i in range(len(eqn.outvars)))
+        return [self.note(eqn, dim if is_kept or dim == FREE else UNKNOWN)] * len(eqn.outvars)
+
+    def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[State]) -> Sequence[State]:
+        results = super().of_jaxprs(eqn, sub, operands)
+        if sub.kind != "scan" or not _carries_sums(sub):
+            return results
+        sliced = {*sub.split(operands)[2]}
+        is_own = 0 in sliced and sliced <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
+        stacks = [0] * (len(results) - sub.num_carry)  # each step has an example of its own
+        return [*results[: sub.num_carry], *stacks] if self.note(eqn, 0 if is_own else UNKNOWN) == 0 else results
+
+    def note(self, eqn: Any, dim: State) -> State:
+        """Notes the dim of the examples each time that an equation is run, and returns it."""
+        self.dims[id(eqn)] = self.join(dim, self.dims.get(id(eqn), dim))
+        return dim
+
+
+def _carries_sums(sub: Subcall) -> bool:
+    """Tells whether all that a scan carries is added to once in each step, and not read otherwise."""
+    jaxpr, _ = open_jaxpr(sub.jaxpr)
+    readers: dict[Any, list[Any]] = {var: [] for var in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for atom in variables(eqn):
+            readers.setdefault(atom, []).append(eqn)
+    returned = Counter(atom for atom in jaxpr.outvars if not is_literal(atom))
+
+    def is_sum(before: Any, after: Any) -> bool:
+        if is_literal(after) or returned[after] > 1 or returned[before] or len(readers.get(before, ())) != 1:
+            return False
+        (eqn,) = readers[before]
+        (made,), name = eqn.outvars[:1], eqn.primitive.name
+        if name == "convert_element_type" and made.aval.dtype == before.aval.dtype:  # to a type that is not weak
+            return is_sum(made, after)
+        return name in ("add", "add_any") and made is after and after not in readers
+
+    carries = zip(jaxpr.invars[sub.num_consts :], jaxpr.outvars[: sub.num_carry], strict=False)
+    return all(is_sum(*pair) for pair in carries)
+
+
+class _Own(Rewriting):
+    """Evaluates equations, some of them on each device's own examples."""
+
+    def __init__(self, mesh: Mesh, axes: Axes, dims: dict[int, State]):
+        super().__init__()
+        self.mesh, self.axes, self.num_shards = mesh, axes.batch, axis_size(mesh, axes.batch)
+        self.dims = {key: dim for key, dim in dims.items() if isinstance(dim, int)}
+
+    def changes(self, eqn: Any) -> bool:
+        return id(eqn) in self.dims
+
+
+class _OwnOperations(_Own):
+    """Evaluates Fourier transforms and factorizations of examples within a `jax.shard_map`."""
+
+    def changes(self, eqn: Any) -> bool:
+        return super().changes(eqn) and subcall(eqn) is None
+
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        spec = PartitionSpec(*[None] * self.dims[id(eqn)], self.axes)
+        with source_context(eqn):
+            own = jax.shard_map(
+                lambda x: bind(eqn, [x]), mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+            return own(*values)
+
+
+class _OwnLoops(_Own):
+    """Evaluates loops over examples by steps of one example of each device."""
+
+    def changes(self, eqn: Any) -> bool:
+        sub = subcall(eqn) if super().changes(eqn) else None
+        return sub is not None and not eqn.effects
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return not self.changes(eqn) and super().enters(eqn, sub, values, frame)
+
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        sub = subcall(eqn)
+        assert sub is not None
+        (jaxpr, inner), (consts, sums, slices) = open_jaxpr(sub.jaxpr), sub.split(values)
+        mapped = jax.vmap(lambda own, xs: evaluate(jaxpr, inner, [*consts, *own, *xs]))
+        # Major are the devices, whose shards are runs of examples.
+        by_device = lambda x: x.reshape(self.num_shards, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+
+        def step(own: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = mapped(own, xs)
+            return made[: len(own)], made[len(own) :]
+
+        with source_context(eqn):
+            own = [jnp.zeros((self.num_shards, *jnp.shape(x)), jnp.result_type(x)) for x in sums]
+            own, made = lax.scan(step, own, [*map(by_device, slices)], reverse=sub.reverse)
+            made = [x.swapaxes(0, 1).reshape(sub.length, *x.shape[2:]) for x in made]
+            return [*(x + each.sum(0, dtype=each.dtype) for x, each in zip(sums, own, strict=True)), *made]

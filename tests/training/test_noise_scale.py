@@ -14,7 +14,6 @@ import reference
 from covering import covering_array
 from reference import loss_fn, make_batch, make_trainer, mesh_of
 
-from zero_jax import make_mesh
 from zero_jax.training.noise_scale import NoiseScale, estimate_step
 
 BATCH_SIZE = 48
@@ -121,12 +120,6 @@ def test_without_microbatches_nothing_is_told(stage):
     assert metrics.grad_norm is not None
     assert metrics.small_grad_norm_sq is None and metrics.num_small_grads is None
     assert NoiseScale().update(grad_norm=1.0, small_grad_norm_sq=None, num_small_grads=None, batch_size=8) is None
-
-
-def test_a_pipeline_refuses_it():
-    """It has the gradients of no microbatch, and the metrics were None without a word."""
-    with pytest.raises(ValueError, match=r"noise_scale with 2 stages \(pipe\) is not supported"):
-        make_trainer(loss_fn, optax.sgd(1e-2), mesh=make_mesh(pipe=2), num_microbatches=2, noise_scale=True)
 
 
 def test_frozen_params_do_not_count():

@@ -8,7 +8,7 @@ are in each value; `shardings/`, the sharding of each value.
 
 from zero_jax.dims.dim_map import reshape_groups
 from zero_jax.dims.mixing import FREE, LOOPS, RANDOM, UNKNOWN, Examples, MixedSharding, State
-from zero_jax.dims.parts.comparison import TraceComparison
+from zero_jax.dims.parts.comparison import TraceComparison, dim_of_examples, sizes_of
 from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Pair, Relation, rows, unknown
 from zero_jax.dims.passthrough import computed_whole, has_wrong_gradient, passthrough
 from zero_jax.dims.primitives import (

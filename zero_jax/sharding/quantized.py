@@ -89,8 +89,8 @@ class Quantize:
                 raise ValueError(f"quantize: {setting} without grads: give grads='int8' or 'int4' too")
 
     def grad_axes(self, axes: Axes) -> tuple[str, ...]:
-        """Returns the mesh axes over which gradients are sent quantized."""
-        over = axes.data if self.grads_over is None else self.grads_over
+        """Returns the mesh axes over which gradients are sent quantized: not between stages of a pipeline."""
+        over = axes.data_of_stage if self.grads_over is None else self.grads_over
         return () if self.grads is None else (over,) if isinstance(over, str) else tuple(over)
 
     def format_of(self, what: str, path: str) -> Any:
@@ -284,7 +284,7 @@ def check_leaves(quantize: Quantize, leaves: Sequence[LeafPlacement], *, mesh: M
       ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide; an
         axis that gradients are not summed over.
     """
-    summed = {axis: mesh.shape[axis] for axis in axes.batch}
+    summed = {axis: mesh.shape[axis] for axis in axes.of_stage.batch}
     unknown = next((axis for axis in quantize.grad_axes(axes) if axis not in summed), None)
     if unknown is not None:
         raise ValueError(

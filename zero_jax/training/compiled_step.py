@@ -62,7 +62,7 @@ class Metrics(Report):
       small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
         clipping, `float32[]`; infinite from norms of 1.8e19 on; None without microbatches, and without
         `ZeroConfig(noise_scale=True)`. `NoiseScale` makes the gradient noise scale of it. A part is a microbatch at
-        stages 2 and 3, a device's share of one at stages 0 and 1.
+        stages 2 and 3, a device's share of one at stages 0 and 1; with stages of a pipeline the batch is one.
       num_small_grads: parts with a weight above 0, `int32[]`; None where `small_grad_norm_sq` is.
       weight: what the loss of a weighted evaluation is a mean over, `weight.count` tokens or such; None where that is
         the same for all batches of one size, and elsewhere.

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PathPatterns, PyTree, shown
-from zero_jax.sharding.mesh import Axes, are_names, axes_of, secondary_axes
+from zero_jax.sharding.mesh import Axes, are_names, axes_of, axis_size, secondary_axes
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import GatherFormat, GradFormat, Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
@@ -213,6 +213,7 @@ class ZeroConfig:
         axes = axes_of(mesh, **roles)
         if (num_stages := axes.num_stages(mesh)) > 1:
             self._check_pipe(num_stages)
+            self._check_grads_of_pipe(axes, mesh)
         if not self.secondary:
             return axes
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
@@ -238,15 +239,33 @@ class ZeroConfig:
                 f"remat={remat.name!r} with pipeline={self.pipeline!r} is not supported, which keeps what stages need "
                 "backward on the devices: give pipeline='gpipe', or a remat that offloads nothing, as remat='full'"
             )
-        unfit = {
-            "quantize": self.resolved_quantize(),
-            "secondary": self.secondary,
-            "noise_scale": self.noise_scale,
-            "offload": (offload := self.resolved_offload()) is not None and offload.what in ("all", "model_state"),
-        }
-        for name in (name for name, value in unfit.items() if value):
-            kept = " of params and model state" if name == "offload" else ""
-            raise ValueError(f"{name}{kept} with {num_stages} stages (pipe) is not supported: leave {name} or pipe out")
+        if self.secondary:
+            raise ValueError(
+                f"secondary with {num_stages} stages (pipe) is not supported: leave secondary or pipe out; at stage 1 "
+                "a pipeline gathers params once a step"
+            )
+
+    def _check_grads_of_pipe(self, axes: Axes, mesh: Mesh) -> None:
+        """Raises `ValueError` for what needs gradients of devices' own that a pipeline does not have."""
+        is_once, quantize = "grads" not in sharded_groups(self.stage), self.resolved_quantize()
+        if quantize is not None and not is_once and not set(quantize.grad_axes(axes)) <= set(axes.copies):
+            raise ValueError(
+                f"quantize: grads={quantize.grads!r} with pipe: at stage={self.stage} gradients are sent in every "
+                "tick, as sums of all devices: give stage=1, which sends them once a step, grads_over='replica' with "
+                "an axis replica, or leave grads out"
+            )
+        if quantize is not None and quantize.error_feedback and resolve_schedule(self.pipeline).num_groups > 1:
+            raise ValueError(
+                f"quantize: error_feedback with pipeline={self.pipeline!r} is not supported, as gradients of groups of "
+                "layers are not where params are: give pipeline='gpipe' or '1f1b', or leave error_feedback out"
+            )
+        own = axes.of_stage.batch if is_once else axes.copies
+        if self.noise_scale and axis_size(mesh, own) == 1:
+            remedy = "data=2 or more" if is_once else "stage=1 and data=2 or more, or replica=2"
+            raise ValueError(
+                "noise_scale with pipe: stages add the gradients of microbatches where they are made, and there is one "
+                f"sum of them: give {remedy}, or leave noise_scale out"
+            )
 
 
 def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:

@@ -26,6 +26,7 @@ from zero_jax.dims.parts.relations import (
     check,
     constant_rows,
     floating,
+    rows,
     shared,
     unknown,
 )
@@ -55,15 +56,25 @@ class TraceComparison:
 
     With `is_mean` what is derived is the mean of the losses of parts, and else the loss on the batch.
 
+    With `keeps_whole` a part has its examples, or all, of what is not known and no param has a part in, as if that were
+    made of the whole batch before: examples that are mixed, or sorted. What has examples is noted in `made_whole`.
+
     With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples. Where
     that is so is noted in `terms`: for a variable of the trace on a part, which operands of the equation that makes it
     are to be multiplied by `n ** power`. Of those in nested jaxprs (`has_terms_within`) nothing is known.
     """
 
     def __init__(
-        self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False, is_mean: bool = True
+        self,
+        num_parts: int,
+        num_blocks: int | None = None,
+        *,
+        shares_terms: bool = False,
+        is_mean: bool = True,
+        keeps_whole: bool = False,
     ):
         self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
+        self.keeps_whole, self.made_whole = keeps_whole, set[Any]()
         self.power = int(is_mean)  # of cotangents
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
         self.has_terms_within, self.depth, self.source = False, 0, ""
@@ -91,10 +102,13 @@ class TraceComparison:
             refused, self.source = self.refused("sized"), source
             return [refused] * len(whole.outvars)
         self.depth += 1
+        sizes = sizes_of(inputs, whole, part)
         for pair in (Pair(whole=a, part=b) for a, b in zip(whole.eqns, part.eqns, strict=True)):
             self.source = jaxprs.source_line(pair.whole) or source
             values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
             results = self.equation(pair, values) if pair.whole.outvars else []
+            if self.keeps_whole and self.depth == 1:
+                results = [self.of_whole(pair, i, x, sizes) for i, x in enumerate(results)]
             if found is not None:
                 found.append((values, results))
             env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
@@ -160,6 +174,19 @@ class TraceComparison:
         power = Fraction(round(2 * math.log(ratio.real) / math.log(self.num_parts)), 2)
         is_power = power and math.isclose(ratio.real, self.num_parts ** float(power), rel_tol=1e-6)
         return Relation(kind=Kind.SAME, power=power) if is_power else self.refused("sized")
+
+    def of_whole(self, pair: Pair, i: int, x: Relation, sizes: Sequence[int]) -> Relation:
+        """Returns the relation of a result: of the whole's where it is not known, and no param has a part in it."""
+        variables = pair.whole.outvars[i], pair.part.outvars[i]
+        if x.kind is not Kind.UNKNOWN or x.of_params:
+            return x
+        whole, part = (var.aval.shape for var in variables)
+        if whole == part:
+            return SAME
+        if (dim := dim_of_examples(whole, part, sizes)) != 0:
+            return x
+        self.made_whole.add(variables[0])
+        return rows(dim)
 
     # Equations.
 
@@ -263,7 +290,7 @@ class TraceComparison:
         """Returns the relation of a result, if it fits the shapes."""
         whole, part = (getattr(eqn.outvars[i].aval, "shape", ()) for eqn in (pair.whole, pair.part))
         if x.kind in (Kind.UNKNOWN, Kind.COLUMNS):
-            return x
+            return dataclasses.replace(x, of_params=of_params)
         pairs = enumerate(zip(whole, part, strict=True))
         if not all(a == b * (self.num_parts if i == x.dim else 1) for i, (a, b) in pairs):
             return self.refused("sized")
@@ -293,6 +320,19 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other or bool(one == other) or (hasattr(one, "eqns") and str(one) == str(other))
     except (TypeError, ValueError):  # arrays
         return False
+
+
+def sizes_of(inputs: Sequence[Relation], *traces: Any) -> list[int]:
+    """Returns how many examples there are in each of several traces, by the relations of their inputs."""
+    i = next((i for i, x in enumerate(inputs) if x.kind is Kind.ROWS), None)
+    return [] if i is None else [jaxprs.open_jaxpr(x)[0].invars[i].aval.shape[0] for x in traces]
+
+
+def dim_of_examples(whole: Sequence[int], part: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Returns the one dim in which the shape of a value differs on a part, if it is as long as the examples."""
+    pairs = [*zip(whole, part, strict=False)] if len(whole) == len(part) else []
+    differing = [dim for dim, (a, b) in enumerate(pairs) if a != b]
+    return differing[0] if len(differing) == 1 and [*pairs[differing[0]]] == [*sizes] else None
 
 
 def _of_numpy(x: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax
 
 from zero_jax.dims.parts.kernels import example_dims
 from zero_jax.dims.parts.relations import (
+    EXTREMA,
     SAME,
     Kind,
     Pair,
@@ -86,6 +87,9 @@ def either(comparison: Any, one: Relation, other: Relation) -> Relation:
     of_params = one.of_params or other.of_params
     if one.agrees(other) and (one.number, one.batches) == (other.number, other.batches):
         return dataclasses.replace(one, of_params=of_params)
+    for x, y in ((one, other), (other, one)):
+        if x.kind in EXTREMA and is_same(y):  # the largest of what all parts have is that
+            return dataclasses.replace(x, of_params=of_params)
     try:
         return dataclasses.replace(joined(one, other), of_params=of_params)
     except Refused as refused:

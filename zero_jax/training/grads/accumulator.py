@@ -230,6 +230,7 @@ class Accumulator:
         else:
             part, model_state = jax.tree.map(lambda x: x[0] if x.ndim else x, parts), inputs.model_state
             (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
+            squares = shard_squares(grads, dims, mesh=self.mesh) if self.has_noise else None
             total, factor = self.total_of_grads(losses, weights), weights if self.by_weight else None
             grads = [_weighed_share(g, factor, total) for g in grads]
             auxes = jax.tree.map(lambda x: x[None], auxes)  # as of a scan over one microbatch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,9 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from zero_jax.dims import CASTS, SAME, SAME_ELEMENTS, Kind, Pair, Relation, TraceComparison
+from zero_jax.dims import (
+    CASTS,
+    EXTREMA,
+    SAME,
+    SAME_ELEMENTS,
+    Kind,
+    Pair,
+    Relation,
+    TraceComparison,
+    dim_of_examples,
+    rows,
+    sizes_of,
+)
 from zero_jax.program import jaxprs
-from zero_jax.program.dataflow import made_of
+from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import flattened
 from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
@@ -53,7 +65,9 @@ OF_ONE = (
 class Role:
     """What a value of a loop over layers is to a microbatch."""
 
-    kind: Kind  # the microbatch has its own examples of it (ROWS), the value of the batch (SAME), or a part of a SUM
+    # The microbatch has its own examples of it (ROWS), the value of the batch (SAME), a part of a SUM, or a value of
+    # which that of the batch is the largest or smallest (MAX, MIN), as far as no gradient is asked of that
+    kind: Kind
     dim: int = 0  # the dim of examples, for ROWS
     # For a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`
     power: Fraction = Fraction(0)
@@ -182,6 +196,7 @@ def find_loops(
     # With 1F1B what is made of params is made again, of each microbatch (`LossTraces.is_shared`).
     again = made_of([*jaxprs_of[0].invars[:num_params], *jaxprs_of[0].constvars], jaxprs_of[0].eqns)
     again = again if stages.schedule.is_interleaved else set()
+    with_gradient = variables_with_gradient(jaxprs_of[0], num_params)
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
@@ -200,14 +215,21 @@ def find_loops(
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             # Of one example there may be another shape: the layers that run are not those that are compared.
             shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
-            of_one_shape = [i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1]
-            of_batch = {i: not jaxprs.is_literal(x := shared[i][0]) and x in again for i in of_one_shape}
-            roles = _roles(compared, pair, inputs, of_batch, comparison)
+            of_one_shape = {i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1}
+            are_again = [not jaxprs.is_literal(x) and x in again for x in eqn.invars]
+            have_gradient = [var in with_gradient for var in eqn.outvars]
+            roles = _roles(compared, pair, (inputs, of_one_shape, are_again, have_gradient), comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
+
+
+def variables_with_gradient(jaxpr: Any, num_params: int) -> set[Any]:
+    """Returns the variables of a loss through which params have a gradient."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)
 
 
 def _wiring(eqn: Any) -> tuple[list[Any], list[Any]]:
@@ -272,24 +294,31 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
 def _roles(
     compared: tuple[Any, Any],
     pair: Pair,
-    inputs: Sequence[Relation],
-    of_batch: Mapping[int, bool],
+    known: tuple[Sequence[Relation], Collection[int], Sequence[bool], Sequence[bool]],
     comparison: TraceComparison,
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results.
 
-    What all its layers read, and is no value of each example, is that of the whole batch, by its number in `of_batch`;
-    but for what is made again of each microbatch, for which that is true.
+    What is made before the layers is that of the whole batch, of which a microbatch has its examples, whatever it is
+    made of; but for what is made again of each microbatch. `known` has the relations of the inputs, which constants
+    have the same shape in a microbatch, which operands are made again, and which results have a gradient.
     """
+    inputs, of_one_shape, are_again, have_gradient = known
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
-    for i, is_again in of_batch.items():
+    sizes = sizes_of(inputs, *compared)
+    for i, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
         if operands[i].is_plain:
             continue
-        if is_again:
+        if i in of_one_shape and are_again[i]:
             raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
-        operands[i] = SAME
+        if i in of_one_shape:
+            operands[i] = SAME
+        elif (dim := dim_of_examples(atoms[0].aval.shape, atoms[1].aval.shape, sizes)) is not None:
+            if are_again[i]:
+                raise CannotCut(f"pipeline='1f1b': {operands[i].why or 'its layers read what is not of each example'}")
+            operands[i] = rows(dim)
     comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
     results = comparison.equation(pair, operands)
     comparison.source = ""
@@ -299,18 +328,25 @@ def _roles(
     for x in slices:
         if role_of(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
-    for x in carry:
-        role_of(x, "what its layers begin with")
-    made = [role_of(x, "what its layers make") for x in results]
+    for x, flag in zip(carry, have_gradient, strict=False):
+        role_of(x, "what its layers begin with", has_gradient=flag)
+    made = [
+        role_of(x, "what its layers make", has_gradient=flag) for x, flag in zip(results, have_gradient, strict=True)
+    ]
     return shared, made
 
 
-def role_of(x: Relation, what: str) -> Role:
+def role_of(x: Relation, what: str, *, has_gradient: bool = True) -> Role:
     """Returns the role of a value by its relation."""
     if x.kind is Kind.UNKNOWN:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))
     if x.is_plain:
         return Role(kind=x.kind, dim=x.dim or 0)
+    if x.kind in EXTREMA:
+        if has_gradient:
+            which = "largest" if x.kind is Kind.MAX else "smallest"
+            raise CannotCut(f"{what} is the {which} value of all examples, and the loss may depend on it")
+        return Role(kind=x.kind)
     if x.kind is Kind.SUM:
         return Role(kind=Kind.SUM, power=x.power)
     if x.kind is Kind.POSITIONS:

@@ -25,11 +25,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from zero_jax.core.tree import is_key, key_numbers
-from zero_jax.dims import Kind, is_float
+from zero_jax.dims import EXTREMA, Kind, is_float
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import at_stages, is_never_kept
+from zero_jax.transforms.pipeline.place import at_stages, extremum_of_none, is_never_kept
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # The most layers of a stage that are compiled one by one, if they keep more than their inputs.
@@ -220,13 +220,16 @@ class Ticks:
             return None
         dtype = wide(like.dtype) if role.kind is Kind.SUM and is_float(like) else like.dtype
         shape = like.shape if num_groups == 1 else (self.num_stages, num_groups, *like.shape[1:])
-        return self.place.pinned(jnp.zeros(shape, dtype), self.place.pipe)
+        nothing = extremum_of_none(role.kind, dtype) if role.kind in EXTREMA else 0
+        return self.place.pinned(jnp.full(shape, nothing, dtype), self.place.pipe)
 
     def added(self, role: Role, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
         """Returns what there is of a value after a tick, to which some stages add."""
         if role.is_rows:
             return None
-        return at_stages(is_own, new, old) if role.kind is Kind.SAME else added_at(is_own, old, new)
+        if role.kind in EXTREMA:
+            new = (jnp.maximum if role.kind is Kind.MAX else jnp.minimum)(old, new)
+        return added_at(is_own, old, new) if role.kind is Kind.SUM else at_stages(is_own, new, old)
 
     def of_batch(self, role: Role, x: jax.Array, dtype: Any) -> jax.Array:
         """Returns a value of the batch, from what was made of it."""

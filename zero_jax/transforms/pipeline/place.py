@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import is_key
-from zero_jax.dims import is_float
+from zero_jax.dims import Kind, is_float
 from zero_jax.program.jaxprs import define_tangents, new_primitive, of_some
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named
@@ -193,6 +193,16 @@ class StagePlace:
         # `stages` only moves: its transpose moves back, whatever it is differentiated at.
         stages = lambda x: self.stages(x, num_groups).reshape(x.shape)  # noqa: E731
         return jax.vjp(stages, grad)[1](grad)[0]
+
+
+def extremum_of_none(kind: Kind, dtype: Any) -> Any:
+    """Returns what the largest (MAX) or smallest (MIN) of no values is."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        least, most = -jnp.inf, jnp.inf
+    else:
+        limits = None if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype)
+        least, most = (False, True) if limits is None else (limits.min, limits.max)
+    return least if kind is Kind.MAX else most
 
 
 def at_stages(stages: Any, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -32,9 +32,10 @@ from zero_jax.transforms.pipeline.cut import (
     Stages,
     find_loops,
     pipeline_p,
+    variables_with_gradient,
 )
 from zero_jax.transforms.pipeline.interleaved.by_microbatch import by_microbatch, run_1f1b
-from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram, variables_with_gradient
+from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
@@ -128,12 +129,13 @@ class PipelinedProgram(LossProgram):
         relations = [*relations_of(params, batch), *(SAME for _ in jax.tree.leaves(rest))]
         traces = [layers_outside(x.closed, num_params) for x in programs]
         # 1F1B derives the losses of microbatches, of which that of the batch is any function.
-        comparison = TraceComparison(k, num_blocks, is_mean=self.stages.schedule.is_interleaved)
+        is_1f1b = self.stages.schedule.is_interleaved
+        comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b, keeps_whole=is_1f1b)
         # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
         traces, ends = comparison.in_blocks(traces, relations)
         whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
-        if self.stages.schedule.is_interleaved:
+        if is_1f1b:
             staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
         else:
             staged = _with_stages(whole, found)

@@ -146,20 +146,22 @@ class _End:
         """
         whole, relations = traces.whole, traces.relations_after()
         roles, late, eqns = dict[Any, Role](), set[Any](), []
+        of_loss, why = read_for(whole.outvars[:1], whole.eqns), ""
         for eqn in whole.eqns:
             made = [x for x in eqn.outvars if x in relations]
             reads = [x for x in jaxprs.variables(eqn) if x in traces.after]
+            what = "what loss_fn returns or reads of its layers"
             try:
-                own = {x: role_of(relations[x], "what loss_fn returns or reads of its layers") for x in made}
+                own = {x: role_of(relations[x], what, has_gradient=x in of_loss) for x in made}
+                if any(role.power and x.aval.dtype.kind in "iub" for x, role in own.items()):
+                    raise CannotCut("it is made of a mean of whole numbers over the examples")
             except CannotCut as error:
                 own, why = {}, str(error)
             is_late = not (late.isdisjoint(reads) and traces.sums_before.isdisjoint(jaxprs.variables(eqn)))
             if not made or (len(own) == len(made) and not is_late):
                 roles.update(own)
-            elif any(x in roles and roles[x].is_rows for x in reads):
-                is_aux = read_for(whole.outvars[:1], whole.eqns).isdisjoint(eqn.outvars)
-                what = "an entry of aux is" if is_aux else "the loss is"
-                raise CannotCut(f"{what} not made of those of microbatches: {why if not own else 'examples are read'}")
+            elif any(x in roles and roles[x].is_rows for x in reads) and not of_loss.isdisjoint(eqn.outvars):
+                raise CannotCut(f"the loss is not made of those of microbatches: {'examples are read' if own else why}")
             elif eqn is whole.eqns[traces.index]:
                 of_others = (
                     "its layers read a sum over the examples that those of another loop made (add it behind them)"
@@ -171,9 +173,6 @@ class _End:
         read = [x for eqn in eqns for x in jaxprs.variables(eqn)]
         read += [x for x in whole.outvars if not jaxprs.is_literal(x)]
         results = [x for x in dict.fromkeys(read) if x in roles]
-        for x in results:
-            if roles[x].power and x.aval.dtype.kind in "iub":
-                raise CannotCut("what loss_fn returns is a mean of whole numbers over the examples")
         needed = read_for(whole.outvars[:1], eqns)
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
@@ -192,10 +191,12 @@ class _End:
         if self.is_single:
             return [jnp.ones((), wide(self.summed[0].aval.dtype))]
         others = [x for x in self.results if x not in self.summed]
+        of_loss = read_for(self.whole.outvars[:1], self.eqns)
+        eqns = [eqn for eqn in self.eqns if not of_loss.isdisjoint(eqn.outvars)]
 
         def loss(summed: list[Any], rest: list[Any]) -> Any:
             own = env | dict(zip((*self.summed, *others), (*summed, *rest), strict=True))
-            evaluate_equations(self.eqns, own)
+            evaluate_equations(eqns, own)
             return own[self.whole.outvars[0]]
 
         # The derivatives of a sum of sums are the same everywhere, also at zeros; the trace says whether it is one.

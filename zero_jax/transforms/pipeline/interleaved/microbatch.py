@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, rows
 from zero_jax.program import jaxprs
-from zero_jax.program.dataflow import made_of, read_for
+from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import trace_flat, values_of
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.pipeline.body import CannotCut
@@ -132,6 +132,7 @@ class LossTraces:
         moves = (eqn for eqn in eqns if eqn.primitive.name in SHAPES | COPIES)
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
+        comparison.keeps_whole = False  # from here on what is given has no mark of the params that it is made of
         # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
         loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and with_gradient.isdisjoint(eqn.outvars))
         others = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
@@ -142,6 +143,12 @@ class LossTraces:
         largest = {x: max(y.aval.size for y in made) for made in (*others, *chains) for x in made_of(made, eqns)}
         own = self.after | (with_gradient - of_chains)
         self.of_others = {x for x, n in largest.items() if x not in own and x.aval.size <= n and self.has_rows(x)}
+        # So is what examples of several microbatches have a part in, and no param, such as examples that are mixed.
+        made_whole = {x for x in self.relations if self.compared[0].variables[x] in comparison.made_whole}
+        made_whole |= {x for x in self.reads(self.index) if self.is_place(x)}
+        if any(x.aval.shape[1:] != self.microbatch.variables[x].aval.shape[1:] for x in made_whole):
+            raise CannotCut(OF_ONE)
+        self.of_others |= made_whole
         self.without_gradient = self.of_others - with_gradient
 
     def relations_before(self) -> dict[Any, Relation]:
@@ -200,6 +207,11 @@ class LossTraces:
         relation, of_one = self.relations.get(x), self.microbatch.variables[x].aval.shape  # which may have no dim
         is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
         return is_rows and of_one[1:] == x.aval.shape[1:]
+
+    def is_place(self, x: Any) -> bool:
+        """Tells whether a value is of the places of examples in the batch."""
+        relation = self.relations.get(x)
+        return relation is not None and relation.kind is Kind.POSITIONS and relation.dim == 0
 
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """Returns the equations that results need of a microbatch, and what they read that is shared, and examples."""
@@ -264,9 +276,3 @@ def _numbers(traces: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         for atoms in zip(*(eqn.invars for eqn in eqns), strict=True):
             if all(map(jaxprs.is_literal, atoms)):
                 yield tuple(np.asarray(atom.val) for atom in atoms)
-
-
-def variables_with_gradient(jaxpr: Any, num_params: int) -> set[Any]:
-    """Returns the variables of a loss through which params have a gradient."""
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)

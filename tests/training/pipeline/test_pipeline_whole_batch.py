@@ -1,0 +1,194 @@
+"""What is of the whole batch, before the layers of a pipeline and in aux; and what needs gradients of devices' own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import assert_close, make_config
+
+import zero_jax as zero
+
+# As in test_parity.py: sums in another order.
+FLOAT32 = 1e-5
+LAYERS, FEATURES, VOCAB, LENGTH, BATCH_SIZE = 4, 32, 24, 4, 16
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32) / 6
+
+
+PARAMS = {"embed": normal(VOCAB, FEATURES), "w": normal(LAYERS, FEATURES, FEATURES), "head": normal(FEATURES, VOCAB)}
+BATCH = {
+    "tokens": np.random.default_rng(1).integers(0, VOCAB, (BATCH_SIZE, LENGTH), dtype=np.int32),
+    "images": normal(BATCH_SIZE, LENGTH, FEATURES, seed=2),
+    "order": np.random.default_rng(3).permutation(BATCH_SIZE).astype(np.int32),
+}
+
+
+def on_one_device(loss_fn):
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(PARAMS, BATCH)
+    return (loss, grads), aux
+
+
+def one_step(loss_fn, *, mesh, **fields):
+    """Returns the loss and gradients, and the metrics, of a step."""
+    config = make_config(**{"num_microbatches": 4, **fields})
+    state = zero.init_state(PARAMS, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    return step.grads(state, BATCH), step(state, BATCH)[1]
+
+
+def of_mixed_examples(params, batch):
+    """Examples that are mixed and sorted before layers, which read their places, carry the largest value and stack the
+    smallest; aux that no microbatch has a part of."""
+    x = batch["images"][jnp.argsort(batch["order"])]
+    x = 0.7 * x + 0.3 * x[::-1] + params["embed"][batch["tokens"]]
+    places = jnp.arange(len(x))
+
+    def layer(carry, w):
+        x, most, has_nan = carry
+        x = x + jnp.tanh(x @ w) * jnp.cos(places)[:, None, None]
+        return (x, jnp.maximum(most, x.max((0, 1))), has_nan | jnp.isnan(x).any()), (x.min(), (8 * x).astype(int).max())
+
+    start = x, jnp.full(FEATURES, -1.0), jnp.zeros((), bool)
+    (x, most, has_nan), (least, largest) = jax.lax.scan(layer, start, params["w"])
+    logits = x @ params["head"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
+    aux = {
+        "most": most,
+        "has_nan": has_nan,
+        "least": least,
+        "largest": largest,
+        "logits": logits.max(),
+        "median": jnp.median(losses.mean(1)),
+        "std": logits.std(),
+        "sorted": jnp.sort(losses[:, 0]),
+        "positive": (logits > 0).sum() // len(x),
+    }
+    return losses.mean(), aux
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "gpipe", pytest.param("circular:2", marks=pytest.mark.slow)])
+def test_values_of_the_whole_batch_are_those_of_one_device(pipeline):
+    found, metrics = one_step(of_mixed_examples, mesh=zero.make_mesh(pipe=2), stage=2, pipeline=pipeline)
+    expected, aux = on_one_device(of_mixed_examples)
+    assert_close(found, expected, tolerance=FLOAT32)
+    assert_close(metrics.aux, aux, tolerance=FLOAT32)
+
+
+def of_batch_statistics(params, batch):
+    x = params["embed"][batch["tokens"]]
+    x = (x - x.mean((0, 1))) / x.std((0, 1))
+    x, most = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), x.max()), x, params["w"])
+    return jnp.square(x @ params["head"]).mean(), {"most": most}
+
+
+def test_params_that_are_mixed_before_the_layers_are_refused_by_1f1b_alone():
+    mesh = zero.make_mesh(pipe=2)
+    found, metrics = one_step(of_batch_statistics, mesh=mesh, stage=3)
+    expected, aux = on_one_device(of_batch_statistics)
+    assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
+    with pytest.raises(ValueError, match=r"pipeline='1f1b': examples .* mixed at .*whole_batch.*give pipeline='gpipe'"):
+        one_step(of_batch_statistics, mesh=mesh, stage=3, pipeline="1f1b")
+
+
+def test_examples_of_an_encoder_that_are_mixed_behind_the_layers_are_refused_by_1f1b():
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        other, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["w"][:2])
+        x, _ = jax.lax.scan(layer, batch["images"] + other, params["w"])
+        return jnp.square(x - other[::-1]).mean(), {}
+
+    with pytest.raises(ValueError, match=r"pipeline='1f1b': .* mixed at .*whole_batch.*give pipeline='gpipe'"):
+        one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_a_maximum_that_the_loss_reads_is_refused(pipeline):
+    def loss_fn(params, batch):
+        loss, aux = of_batch_statistics({**params, "embed": jnp.ones_like(params["embed"])}, batch)
+        return loss + aux["most"].sum(), aux
+
+    with pytest.raises(ValueError, match="what its layers make is the largest value of all examples, and the loss may"):
+        one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline=pipeline)
+
+
+def plain(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), params["embed"][batch["tokens"]], params["w"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["tokens"]).mean(), {}
+
+
+@functools.cache
+def size_of_shares(num_shares):
+    """Returns the mean of the squared norms of the gradients of equal shares of the batch."""
+    grad = jax.jit(jax.grad(lambda *args: plain(*args)[0]))
+    shares = (jax.tree.map(lambda x, i=i: np.split(x, num_shares)[i], BATCH) for i in range(num_shares))
+    return np.mean([float(optax.tree.norm(grad(PARAMS, share), squared=True)) for share in shares])
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "pipeline", "num_shares"),
+    [
+        (1, {"pipe": 2}, "1f1b", 4),
+        pytest.param(0, {"pipe": 2, "model": 2}, "circular:2", 2, marks=pytest.mark.slow),
+        pytest.param(3, {"pipe": 2, "replica": 2}, "gpipe", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_noise_scale_is_of_what_devices_and_replicas_have(stage, sizes, pipeline, num_shares):
+    mesh = zero.make_mesh(**sizes)
+    _, metrics = one_step(plain, mesh=mesh, stage=stage, pipeline=pipeline, noise_scale=True)
+    assert int(metrics.num_small_grads) == num_shares
+    np.testing.assert_allclose(metrics.small_grad_norm_sq, size_of_shares(num_shares), rtol=FLOAT32)
+
+
+def check_coded(quantize, **fields):
+    """Checks that gradients are within what eight bits leave of them, and no nearer where something is quantized."""
+    (loss, found), _ = one_step(plain, quantize=quantize, **fields)
+    (expected_loss, expected), _ = on_one_device(plain)
+    np.testing.assert_allclose(loss, expected_loss, rtol=0.02)
+    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), found, expected)
+    assert all(1e-4 < error < 0.03 for error in jax.tree.leaves(errors)), errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "pipeline", "fields"),
+    [
+        (1, {"pipe": 2}, "1f1b", {"grads": "int8", "error_feedback": True}),
+        pytest.param(1, {"pipe": 2, "model": 2}, "circular:2", {"grads": "int8"}, marks=pytest.mark.slow),
+        pytest.param(3, {"pipe": 2}, "1f1b", {"gathers": "int8"}, marks=pytest.mark.slow),
+        pytest.param(
+            3, {"pipe": 2, "replica": 2}, "gpipe", {"grads": "int8", "grads_over": "replica"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_devices_send_of_a_stage_may_be_quantized(stage, sizes, pipeline, fields):
+    quantize = zero.Quantize(block_size=4, **fields)
+    check_coded(quantize, mesh=zero.make_mesh(**sizes), stage=stage, pipeline=pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_params_of_stages_may_be_in_host_memory(pipeline):
+    found, _ = one_step(plain, mesh=zero.make_mesh(pipe=2), stage=3, pipeline=pipeline, offload="all")
+    assert_close(found, on_one_device(plain)[0], tolerance=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stage": 2, "quantize": zero.Quantize(grads="int8")}, "grads='int8' with pipe: at stage=2 .*give stage=1"),
+        ({"stage": 1, "quantize": zero.Quantize(grads="int8", grads_over="pipe")}, "not summed over 'pipe'"),
+        (
+            {"stage": 1, "pipeline": "1f1b:2", "quantize": zero.Quantize(grads="int8", error_feedback=True)},
+            "error_feedback with pipeline='1f1b:2'.*give pipeline='gpipe' or '1f1b'",
+        ),
+        ({"stage": 2, "noise_scale": True}, "noise_scale with pipe: .*give stage=1 and data=2 or more, or replica=2"),
+        ({"stage": 3, "secondary": ("data",)}, r"secondary with 2 stages \(pipe\) is not supported: leave secondary"),
+    ],
+)
+def test_what_stages_do_not_have_alone_is_refused_with_what_does(fields, message):
+    with pytest.raises(ValueError, match=message):
+        one_step(plain, mesh=zero.make_mesh(pipe=2), **fields)

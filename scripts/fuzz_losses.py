@@ -1,6 +1,7 @@
-"""Compares transformed random loss functions with the originals; the generator is tests/fuzzing.py.
+"""Compares transformed random loss functions with the originals.
 
-    python scripts/fuzz_losses.py --mode gather --seeds 0:500
+    python scripts/fuzz_losses.py --mode gather --seeds 0:500  # programs of random primitives: tests/fuzzing.py
+    python scripts/fuzz_losses.py --mode model --seeds 0:500   # whole steps of random models: tests/model_fuzzing.py
 
 Prints the program of each seed that differs or fails, and of each that XLA gets wrong (`fuzzing.Comparison`).
 If XLA aborts a process, another continues with the next seed. Exit status 1 if anything differs.
@@ -23,11 +24,14 @@ def run_here(mode: str, first: int, last: int) -> None:
     sys.path.insert(0, str(TESTS))
     import conftest  # noqa: F401 (sets JAX's platform before JAX is imported)
     import fuzzing
+    import jax
+    import model_fuzzing
 
+    compare = model_fuzzing.compare if mode == "model" else lambda seed: fuzzing.compare(seed, mode)
     for seed in range(first, last):
         print(f"seed {seed}", flush=True)
         try:
-            found = fuzzing.compare(seed, mode)
+            found = compare(seed)
         except Exception:
             print("outcome failed", flush=True)
             lines = traceback.format_exc().splitlines()
@@ -35,19 +39,13 @@ def run_here(mode: str, first: int, last: int) -> None:
             continue
         print(f"outcome {found.outcome}", flush=True)
         if found.outcome in ("differs", "XLA"):
-            print(f"--- seed {seed}, {mode}: {found.outcome}, by {found.apart:.1e}")
-            print(
-                found.program.source,
-                {name: leaf.shape for name, leaf in found.program.params.items()}
-                if isinstance(found.program.params, dict)
-                else len(found.program.params),
-                flush=True,
-            )
+            print(f"--- seed {seed}, {found.mode}: {found.outcome}, by {found.apart:.1e}\n{found.text}")
+            print(found.program.source, jax.tree.map(lambda leaf: leaf.shape, found.program.params), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", required=True, help="a key of fuzzing.MODES")
+    parser.add_argument("--mode", required=True, help="a key of fuzzing.MODES, or model")
     parser.add_argument("--seeds", default="0:100", help="first:last, the last not included")
     parser.add_argument("--here", action="store_true", help="in this process")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
 `program(seed)` writes a function of some params and a batch in 6 to 14 steps, each a line of Python on what the lines
 before it made. `compare` transforms it in one of the ways of `MODES` over 8 simulated devices. `scripts/fuzz_losses.py`
-goes through as many seeds as asked for.
+goes through as many seeds as asked for. `model_fuzzing.py` has whole train steps of programs that are like models.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import math
 import random
 import unittest.mock
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -452,14 +453,12 @@ def program(seed, kind="plain"):
 
     Args:
       seed: the same program for the same seed and kind.
-      kind: `plain`; `half`, which takes half of the batch at a time; `examples`, whose loss is a mean over examples
-        that never meet; `loop` or `scan`, of layers.
+      kind: `plain`; `loop` or `scan`, of layers.
     """
     rng = random.Random(f"{seed} {kind}")
     shapes = {name: some_shape(rng) for name in "abc"} | {"d": (8, rng.choice((8, 16)))}
-    x = {"examples": (8,), "half": (BATCH // 2, 8)}.get(kind, (BATCH, 8))
     layered = kind in ("loop", "scan")
-    writer = Writer(rng.random(), shapes, {"x": x})
+    writer = Writer(rng.random(), shapes, {"x": (BATCH, 8)})
     text, unused = body(writer, rng.randint(3, 7) if layered else rng.randint(6, 14), " " * 8 if layered else " " * 4)
     last, num_layers = f"v{len(writer.lines) - 1}", rng.choice([2, 3])
     unpack = "a, b, c, d = (p[n] for n in 'abcd')\n"
@@ -474,11 +473,6 @@ def program(seed, kind="plain"):
             f"        return x + fit({last}, x.shape), {ends(unused)}\n"
             f"    total = {start}\n{turns}    return jnp.mean(jnp.square(x)) + total\n"
         )
-    elif kind == "examples":
-        each = (
-            f"    def of_one(x):\n        {unpack}{text.replace('    v', '        v')}        return {ends(unused)}\n"
-        )
-        source = f"def loss(p, x, i):\n{each}    return jnp.mean(jax.vmap(of_one)(x))\n"
     else:
         source = f"def loss(p, x, i):\n    {unpack}{text}    return {ends(unused)}\n"
     numbers = np.random.default_rng(rng.getrandbits(32))
@@ -546,39 +540,12 @@ def rematerialized(program, rng):
     return placed(fn, program, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), program.params), mesh)
 
 
-def in_microbatches(program, rng, stages=(2, 3)):
-    mesh = reference.mesh_of(rng.choice(["8", "4", "replica"]) if lax.with_sharding_constraint is CONSTRAIN else "1")
-    loss_fn = lambda params, batch: program.loss_fn(params, batch | {"i": jnp.asarray(program.batch["i"])})  # noqa: E731
-    tx, stage = reference.keep_grads(), rng.choice(stages)
-    state, step = reference.make_trainer(
-        loss_fn, tx, mesh=mesh, params=program.params, stage=stage, num_microbatches=2, skip_nonfinite=False
-    )
-    # A microbatch takes a part of what each device holds: together these parts are a half of the examples.
-    x = program.batch["x"].reshape(2, mesh.size, -1, 8).swapaxes(0, 1).reshape(BATCH, 8)
-    state, metrics = step(state, {"x": x})
-    return metrics["loss"], state.opt_state
-
-
-def in_separable_microbatches(program, rng):
-    return in_microbatches(program, rng, stages=(0, 1))
-
-
-# How a mode transforms, of which programs, in how many microbatches.
+# How a mode transforms, of which programs.
 MODES = {
-    "gather": (gathered, ("plain", "plain", "plain", "loop", "scan"), 1),
-    "scatter": (scattered, ("plain", "plain", "plain", "loop", "scan"), 1),
-    "remat": (rematerialized, ("loop", "scan"), 1),
-    "microbatches": (in_microbatches, ("half",), 2),
-    "separable": (in_separable_microbatches, ("examples",), 2),
+    "gather": (gathered, ("plain", "plain", "plain", "loop", "scan")),
+    "scatter": (scattered, ("plain", "plain", "plain", "loop", "scan")),
+    "remat": (rematerialized, ("loop", "scan")),
 }
-
-
-def plainly(program, num_microbatches):
-    """Returns value and gradients of the program as it is, on one device, averaged over microbatches."""
-    both = jax.jit(jax.value_and_grad(program.loss_fn))
-    parts = np.split(program.batch["x"], num_microbatches)
-    results = [both(program.params, program.batch | {"x": part}) for part in parts]
-    return jax.tree.map(lambda *leaves: np.mean([np.asarray(leaf, np.float64) for leaf in leaves], axis=0), *results)
 
 
 def largest_difference(got, want):
@@ -593,22 +560,26 @@ def largest_difference(got, want):
 class Comparison:
     """How a transformed program compares.
 
-    Its `outcome` is `same`; `refused` by `rematerialize`; `not finite` even if not transformed; `differs`; or `XLA`: it
-    differs, but not if XLA is told no shardings, so what it computes is right, and what XLA makes of the shardings not.
+    Its `outcome` is `same`; `refused`, as by `rematerialize`; `not finite` even if not transformed; `differs`; or
+    `XLA`: it differs, but not if XLA is told no shardings, so what it computes is right, and what XLA makes of the
+    shardings not, or XLA fails. Of `model_fuzzing.py`: `mean`, another loss, which a warning says is the mean of those
+    of microbatches, and is.
     """
 
-    program: Program
-    mode: str
+    program: Any
+    mode: str  # with what it is transformed by
     outcome: str
     apart: float = 0.0
+    text: str = ""  # what else is known: warnings, an error
 
 
 def compare(seed, mode):
     """Transforms the program of a seed, and compares its value and gradients with those of the program as it is."""
-    transform, kinds, num_microbatches = MODES[mode]
+    transform, kinds = MODES[mode]
     rng = random.Random(f"{seed} {mode}")
     this = program(seed, rng.choice(kinds))
-    want = plainly(this, num_microbatches)
+    want = jax.jit(jax.value_and_grad(this.loss_fn))(this.params, this.batch)
+    want = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), want)
     if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(want)):
         return Comparison(this, mode, "not finite")
     choices = rng.getrandbits(32)

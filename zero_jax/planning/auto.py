@@ -260,9 +260,14 @@ def _settings(estimator: Estimator, choices: Mapping[str, Sequence[Any]]) -> lis
         return list(settings)  # where nothing else is tried, they are refused with that reason
     policies = {name: estimator.policies[name] for name in choices["remat"]}
     needs_model = {name for name, policy in policies.items() if _needs_model(policy)}
-    no_pipe = {name for name, policy in policies.items() if resolve_remat(policy.remat).policy == "auto"}
+    remats = {name: resolve_remat(policy.remat) for name, policy in policies.items()}
     settings = [x for x in settings if x.model > 1 or x.remat not in needs_model]
-    return [x for x in settings if x.pipe == 1 or x.remat not in no_pipe]
+
+    def has_stages(setting: Candidate) -> bool:
+        remat = remats[setting.remat]
+        return remat.policy != "auto" and not (remat.offloads and setting.pipeline.startswith("1f1b"))
+
+    return [x for x in settings if x.pipe == 1 or has_stages(x)]
 
 
 def _needs_model(policy: Policy) -> bool:

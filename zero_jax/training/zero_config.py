@@ -233,6 +233,12 @@ class ZeroConfig:
                 f"precision={self.precision!r}: a loss scale with pipeline='1f1b' is not supported, as gradients of "
                 "microbatches are made before the loss is scaled: give precision='bf16', or pipeline='gpipe'"
             )
+        remat = resolve_remat(self.remat)
+        if resolve_schedule(self.pipeline).is_interleaved and (remat.residuals == "offloaded" or remat.offload):
+            raise ValueError(
+                f"remat={remat.name!r} with pipeline={self.pipeline!r} is not supported, which keeps what stages need "
+                "backward on the devices: give pipeline='gpipe', or a remat that offloads nothing, as remat='full'"
+            )
         if self.secondary:
             raise ValueError(
                 f"secondary with {num_stages} stages (pipe) is not supported: leave secondary or pipe out; at stage 1 "

@@ -92,6 +92,8 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
     scaled = zero.Precision(loss_scale=zero.LossScaleConfig())
     with pytest.raises(ValueError, match=r"a loss scale with pipeline='1f1b'.*bf16"):
         lowered(loss_fn, pipeline="1f1b", precision=scaled)
+    with pytest.raises(ValueError, match=r"remat='full_offloaded' with pipeline='1f1b' is not supported.*remat='full'"):
+        lowered(loss_fn, pipeline="1f1b", remat="full_offloaded")
 
 
 def test_of_several_chains_1f1b_has_the_longest():

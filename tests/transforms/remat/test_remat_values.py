@@ -255,3 +255,26 @@ def test_blocks_of_microbatches_make_the_values_of_those_of_the_batch():
         _, metrics = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, batch)
         losses.append(metrics.loss)
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_values_are_chosen_in_the_program_that_microbatches_have():
+    def joined(one, other):
+        return one[0] * other[0], one[1] * other[0] + other[1]
+
+    def loss_fn(params, batch):
+        def layer(x, w):
+            decay = jax.nn.sigmoid(x @ w["decay"])
+            return jnp.tanh(jax.lax.associative_scan(joined, (decay, x), axis=1)[1] @ w["out"]), None
+
+        error = jnp.square(jax.lax.scan(layer, batch["x"], params)[0]).mean(-1)
+        return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+    params = {name: np.ones((4, 64, 64), np.float32) / 64 for name in ("decay", "out")}
+    batch = {"x": np.ones((32, 6, 64), np.float32), "mask": np.ones((32, 6), np.float32)}
+    fields = {"stage": 2, "num_microbatches": 2}
+    loss = StepLoss.of(loss_fn, params, mesh=mesh_of("4"), config=make_config(**fields))
+    (costs,) = value_costs(loss, params, batch)
+    config = make_config(**fields, remat=zero.Remat(save=[*costs.values]))
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
+    _, metrics = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh_of("4"), config=config)(state, batch)
+    np.testing.assert_allclose(metrics.loss, loss_fn(params, batch), rtol=1e-5)

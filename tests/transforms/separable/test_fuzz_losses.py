@@ -3,13 +3,15 @@
 import collections
 
 import fuzzing
+import model_fuzzing
+import model_programs
 import pytest
 
-pytestmark = pytest.mark.slow
 # Fixed seeds of each mode, as many as take a quarter of a minute or so.
-SEEDS = {"gather": 6, "scatter": 5, "remat": 6, "microbatches": 3, "separable": 3}
+SEEDS = {"gather": 6, "scatter": 5, "remat": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SEEDS)
 def test_transformed_programs_compute_the_same(mode):
     outcomes = collections.Counter()
@@ -21,6 +23,15 @@ def test_transformed_programs_compute_the_same(mode):
     assert outcomes["same"] >= SEEDS[mode] / 2, outcomes
 
 
+@pytest.mark.parametrize(
+    "seed", [2003, 2009, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2002, 2005, 2014))]
+)
+def test_a_step_of_a_random_model_is_that_of_one_device(seed):
+    found = model_fuzzing.compare(seed)
+    assert found.outcome == "same", f"{found.mode}: {found.outcome} by {found.apart:.1e}\n{found.text}"
+
+
 def test_a_program_is_the_same_each_time():
     assert fuzzing.program(3, "loop").source == fuzzing.program(3, "loop").source
     assert fuzzing.program(3).source != fuzzing.program(4).source
+    assert model_programs.program(3).source == model_programs.program(3).source

@@ -69,9 +69,9 @@ class _Owned(Examples):
         results = super().of_jaxprs(eqn, sub, operands)
         if sub.kind != "scan" or not _carries_sums(eqn):
             return results
-        states, shapes = (sub.split(x)[2] for x in (operands, [atom.aval.shape for atom in eqn.invars]))
+        states, atoms = sub.split(operands)[2], sub.split(eqn.invars)[2]
         can_be_own = 0 in states and {*states} <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
-        chunks = [shape[1:2] for state, shape in zip(states, shapes, strict=True) if state == 0]
+        chunks = [atom.aval.shape[1:2] for state, atom in zip(states, atoms, strict=True) if state == 0]
         is_shared = sub.length not in self.batch_sizes and all(x and x[0] % self.num_shards == 0 for x in chunks)
         stacks = [0] * (len(results) - sub.num_carry)  # each step has an example of its own
         is_own = self.note(eqn, 0 if can_be_own and not is_shared else UNKNOWN) == 0

@@ -87,7 +87,7 @@ def arrays():
             ]
         ),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_each_device_computes_its_own_examples(loss, mesh, fields):
     params, batch = arrays()

@@ -45,6 +45,9 @@ class MixedSharding:
     # and that of what is added
     places: int | None = None
     rows: int = 0
+    # The dim of examples in the first operand where they are placed anew: its cotangent is sharded so, too
+    operand: int | None = None
+    chunks: int = 0  # the number of chunks of the batch, if the result is a stack of them
 
 
 class Examples(Dataflow[State]):
@@ -137,7 +140,8 @@ class Examples(Dataflow[State]):
         first, states = len(operands) - len(sub.split(operands)[2]), [*operands]
         for i, atom in enumerate(eqn.invars[first:], first):
             if not is_literal(atom) and atom in self.chunks:
-                self.moves[self.chunks[atom]], states[i] = MixedSharding(1), 1
+                move = MixedSharding(1, operand=0, chunks=atom.aval.shape[0])
+                self.moves[self.chunks[atom]], states[i] = move, 1
         return states
 
     def note_chunks(self, eqn: Any, state: State) -> None:
@@ -212,9 +216,10 @@ class Examples(Dataflow[State]):
 
     def placed_anew(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns that examples which are no longer where their shards are, as half of them, are a batch of so many."""
-        dim, known, shapes = operands[0], dim_map(eqn), [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
-        if not (self.row_sizes and isinstance(dim, int)) or known.block((0, dim)) is not None:
+        operand, known, shapes = operands[0], dim_map(eqn), [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
+        if not (self.row_sizes and isinstance(operand, int)) or known.block((0, operand)) is not None:
             return None
+        dim = operand
         if eqn.primitive.name == "reshape":  # they are behind others in a run of dims that are merged
             runs = (after for before, after in reshape_groups(*shapes) if dim in before)
             targets = [i for after in runs for i in after if shapes[1][i] > 1]
@@ -222,7 +227,7 @@ class Examples(Dataflow[State]):
                 return None
             dim = targets[0]
         is_even = all(shape[dim] % self.num_shards == 0 for shape in shapes[1:])
-        return MixedSharding(dim) if is_even else None
+        return MixedSharding(dim, operand=operand) if is_even else None
 
     def exchange(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns how examples at given places of all are best read, or sums of them written, as of a graph's nodes.

@@ -262,6 +262,29 @@ def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tu
     return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=types), parts
 
 
+@functools.lru_cache(maxsize=256)
+def cut_axes(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]] | None:
+    """Cuts mesh axes in major ones of `size` devices and minor ones, in the mesh that is returned; None if it cannot.
+
+    An axis that is cut is two axes there.
+    """
+    for i, axis in enumerate(axes):
+        own = mesh.shape[axis]
+        if size % own == 0:
+            size //= own
+            continue
+        if own % size:
+            return None
+        if size == 1:
+            return mesh, axes[:i], axes[i:]
+        at, halves = mesh.axis_names.index(axis), (f"{axis}.major", f"{axis}.minor")
+        names = (*mesh.axis_names[:at], *halves, *mesh.axis_names[at + 1 :])
+        shape = mesh.devices.shape[:at] + (size, own // size) + mesh.devices.shape[at + 1 :]
+        fine = Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+        return fine, (*axes[:i], halves[0]), (halves[1], *axes[i + 1 :])
+    return mesh, axes, ()
+
+
 def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Returns the sizes, major first, of the torus dims that a mesh axis spans.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gathering import check, normal
+from gathering import check, normal, specs_of
 from jax import lax
 from reference import mesh_of
 from test_anchors import num_anchored
@@ -61,13 +61,33 @@ def test_parts_keep_values_and_gradients(mesh):
     assert not report.early
 
 
+def test_chunks_send_no_device_all_examples():
+    mesh, d = mesh_of("8"), 16
+    params = {"w": normal(d, d), "head": normal(d, 2 * d)}
+    specs, x = (
+        specs_of(params, mesh),
+        jax.ShapeDtypeStruct((16, 32, d), jnp.float32, sharding=zero.batch_sharding(mesh)),
+    )
+
+    def loss(params, x):
+        chunks = jnp.tanh(x @ params["w"]).reshape(4, -1, d)  # fewer than devices
+        return lax.map(jax.checkpoint(lambda x: jnp.tanh(x @ params["head"]).sum()), chunks).sum()
+
+    shapes = jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec), params, specs)
+    report = zero.comms.measure(
+        jax.jit(jax.grad(zero.gather_on_use(loss, specs, mesh=mesh))).lower(shapes, x).compile()
+    )
+    gathered = [row.full_bytes for row in report.rows if row.kind.startswith("all-gather")]
+    assert max(gathered) <= 4 * params["head"].size
+
+
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (lambda _, x: x[3:11], 1),
-        (lambda _, x: lax.dynamic_slice_in_dim(x, x[0, 0].astype(int), 8), 1),
-        (lambda _, x: jnp.stack([x, x]).reshape(-1, 4), 1),
-        (lambda _, x: lax.map(jnp.sum, jnp.tanh(x.reshape(2, 8, 4))), 1),
+        (lambda _, x: x[3:11], 2),
+        (lambda _, x: lax.dynamic_slice_in_dim(x, x[0, 0].astype(int), 8), 2),
+        (lambda _, x: jnp.stack([x, x]).reshape(-1, 4), 2),
+        (lambda _, x: lax.map(jnp.sum, jnp.tanh(x.reshape(2, 8, 4))), 2),
         (lambda _, x: x.reshape(2, 8, 4), 0),  # no loop takes a chunk
         (lambda _, x: x[:3], 0),  # too few for all devices
         (lambda _, x: x[:, :2], 0),

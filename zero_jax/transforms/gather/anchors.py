@@ -10,6 +10,7 @@ these.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.jaxprs import bind, bind_mapped, of_some, open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
-from zero_jax.sharding.chains import OF_ALL, Chain, copies_of_rows, reshard
+from zero_jax.sharding.chains import OF_ALL, Chain, copies_of_rows, cut_axes, reshard
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import named_along
 from zero_jax.transforms.gather.per_device import split_dim
@@ -106,6 +107,10 @@ class _Anchors(Rewriting):
             return [self.summed(eqn, move.summed, *values)]
         if move.places is not None:
             return [self.exchanged(eqn, move, values)]
+        if move.operand is not None:  # or XLA shards the cotangent as the gradient of a weight, and gathers it for that
+            values = [self.sharded(values[0], move.operand), *values[1:]]
+        if move.chunks:
+            return [self.in_chunks(bind(eqn, values)[0], move.chunks)]
         return [self.sharded(x, move.dim) for x in bind(eqn, values)]
 
     def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: None) -> list[Any]:
@@ -123,6 +128,18 @@ class _Anchors(Rewriting):
         """Returns a value, and takes its cotangent, sharded by examples along a dim; others are as XLA has them."""
         chain = Chain((named_along(self.mesh, x.ndim, {dim: self.axes.batch}),))
         return reshard(x, forward=chain, backward=chain)
+
+    def in_chunks(self, x: jax.Array, num_chunks: int) -> jax.Array:
+        """Shards chunks `[chunks, tokens of each, ...]` of the batch within each chunk.
+
+        First they are where their examples are, some chunks on some devices: XLA knows no way from there that sends
+        less than all examples to each device, unless it is said so.
+        """
+        forward = [named_along(self.mesh, x.ndim, {1: self.axes.batch})]
+        if cut := cut_axes(self.mesh, self.axes.batch, math.gcd(num_chunks, self.examples.num_shards)):
+            mesh, major, minor = cut
+            forward.insert(0, named_along(mesh, x.ndim, {0: major, 1: minor}))
+        return reshard(x, forward=Chain(tuple(forward)), backward=Chain(tuple(reversed(forward))))
 
     def exchanged(self, eqn: Any, move: MixedSharding, values: list[Any]) -> jax.Array:
         """Looks examples up of all, or adds to them; each device does it for its share of the places."""

@@ -279,7 +279,7 @@ def cut_axes(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[Mesh, tuple[
             return mesh, axes[:i], axes[i:]
         at, halves = mesh.axis_names.index(axis), (f"{axis}.major", f"{axis}.minor")
         names = (*mesh.axis_names[:at], *halves, *mesh.axis_names[at + 1 :])
-        shape = mesh.devices.shape[:at] + (size, own // size) + mesh.devices.shape[at + 1 :]
+        shape = (*mesh.devices.shape[:at], size, own // size, *mesh.devices.shape[at + 1 :])
         fine = Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
         return fine, (*axes[:i], halves[0]), (halves[1], *axes[i + 1 :])
     return mesh, axes, ()

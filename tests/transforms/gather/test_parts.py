@@ -7,10 +7,12 @@ import optax
 import pytest
 from gathering import check, normal, specs_of
 from jax import lax
+from jax.sharding import PartitionSpec
 from reference import mesh_of
 from test_anchors import num_anchored
 
 import zero_jax as zero
+from zero_jax.program.subcalls import equations, equations_of
 
 
 def in_parts(params, tokens):
@@ -79,6 +81,18 @@ def test_chunks_send_no_device_all_examples():
     )
     gathered = [row.full_bytes for row in report.rows if row.kind.startswith("all-gather")]
     assert max(gathered) <= 4 * params["head"].size
+
+
+def test_a_product_of_a_small_param_is_made_before_a_loop():
+    def loss(params, x):
+        w = params["small"] @ params["small"]
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0].sum()
+
+    mesh = mesh_of("8")
+    gathered = zero.gather_on_use(loss, {"small": PartitionSpec()}, mesh=mesh)
+    closed = jax.make_jaxpr(gathered)({"small": normal(4, 4)}, jnp.ones((8, 4)))
+    (loop,) = (eqn for eqn in equations(closed) if eqn.primitive.name == "scan")
+    assert sum(eqn.primitive.name == "dot_general" for eqn in equations_of(loop)) == 1
 
 
 @pytest.mark.parametrize(

@@ -211,13 +211,22 @@ def fetched_by_slice(walk: Any, value: Lazy) -> bool:
 def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[Lazy | Value]:
     """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
     jaxpr, _ = open_jaxpr(sub.jaxpr)
+    values = [_built_once(value) for value in values]
     pairs = list(zip(values, jaxpr.invars, strict=False))
     invariant = {var for value, var in pairs if value.is_deferred and used_whole(jaxpr, var)}
     size = sum(num_bytes(v.aval) for v, var in pairs if var in invariant)
     # Params that are stored unsharded take no more memory before the loop: their gradients are reduced once after it.
     if sub.length < 2 or not (size <= walk.options.max_hoisted_bytes or walk.options.stored_unsharded):
-        return list(values)
+        return values
     return [_gathered_once(walk, eqn, sub, value, var) if var in invariant else value for value, var in pairs]
+
+
+def _built_once(value: Lazy | Value) -> Lazy | Value:
+    """Makes what is made of unsharded params before a loop, rather than in every iteration, if it is no larger."""
+    is_unsharded = isinstance(value, Lazy) and value.dims is not None and not value.is_deferred
+    if is_unsharded and value.depth and value.aval.size <= max(root.size for root in value.roots):
+        return value.as_root()
+    return value
 
 
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:

@@ -63,6 +63,15 @@ def test_parts_keep_values_and_gradients(mesh):
     assert not report.early
 
 
+@pytest.mark.parametrize(
+    ("use", "has_copies"), [(lambda x, made: x + made, True), (lambda x, made: x @ made, False)], ids=["sum", "product"]
+)
+def test_copies_are_made_for_what_the_backward_pass_does_not_keep(use, has_copies):
+    params, x = {"a": normal(16, 2), "b": normal(2, 16)}, normal(8, 16, 16)
+    report = check(lambda p, x: jnp.square(use(x, p["a"] @ p["b"])).mean(), params, x, mesh=mesh_of("8"))
+    assert [event.reason.startswith("once") for event in report.events] == [has_copies] * len(params)
+
+
 def test_chunks_send_no_device_all_examples():
     mesh, d = mesh_of("8"), 16
     params = {"w": normal(d, d), "head": normal(d, 2 * d)}

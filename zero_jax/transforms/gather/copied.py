@@ -90,12 +90,6 @@ class ByDevice:
         spec = tuple(self.options.axes.batch if i == dim else () for i in range(made.ndim))
         return jax.lax.with_sharding_constraint(made, named(self.options.mesh, spec)).reshape(shape)
 
-    def is_by_device(self, eqn: Any, copies: Collection[int]) -> bool:
-        """Tells whether an operation with copies can be one of each device's examples with its own."""
-        if eqn.primitive.name == "dot_general":
-            return len(copies) == 1 and self.example_dims(eqn, min(copies)) is not None
-        return self.dim_of_examples(eqn, copies) is not None
-
     def grown_params(self, facts: Facts, values: Sequence[Any]) -> set[int]:
         """Returns the inputs of a jaxpr that are params of which only larger values are made, for examples to use."""
         larger, others, sizes = list[tuple[set[int], int]](), set[int](), _sizes(facts)
@@ -168,8 +162,10 @@ class _Copied:
         if False not in states and can_be_mapped(eqn):
             return [True]
         if sub is None:
+            # Not what is multiplied with examples, as `a @ b` of low rank: it would be kept for the backward pass, and
+            # may be larger than they are, where a value of each of their elements is not.
             places = [i for i, is_copy in enumerate(states) if is_copy]
-            return [False] * len(eqn.outvars) if self.by_device.is_by_device(eqn, places) else None
+            return [False] * len(eqn.outvars) if self.by_device.dim_of_examples(eqn, places) is not None else None
         if sub.kind == "call":
             return self.run(sub.jaxpr, states)
         if sub.kind not in ("remat", "scan"):

@@ -176,6 +176,8 @@ def copied_where_grown(walk: Any, facts: Facts, values: Sequence[Any]) -> list[L
     for i in walk.by_device.grown_params(facts, values):
         is_stored_unsharded = values[i].dims is not None and not (values[i].is_shard or values[i].on_host)
         if is_stored_unsharded or (_is_plain(walk, values[i]) and not values[i].is_gathered):
+            first = next(facts.jaxpr.eqns[index] for index, params in facts.uses.items() if i in params)
+            walk.notes.gather(values[i], first, "once, for larger values that are made of it", early=False)
             results[i] = _copies(walk, values[i])
     return results
 

@@ -1,9 +1,8 @@
 """Operations on values of which each device has a copy, and params that are worth one: larger values are made of them.
 
-Such are biases of positions by a table or an MLP. XLA sums the gradient of such a
-value over all devices where examples use it, and then each device goes on to the same gradients of the params. It is
-linear from there on: so each device has a copy of these params, goes on with what it has of the gradient, and those of
-the params alone are summed.
+Such are biases of positions by a table or an MLP. XLA sums the gradient of such a value over all devices where examples
+use it, and then each device goes on to the same gradients of the params. It is linear from there on: so each device has
+a copy of these params, goes on with what it has of the gradient, and those of the params alone are summed.
 """
 
 from __future__ import annotations

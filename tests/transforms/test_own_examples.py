@@ -12,6 +12,10 @@ from gathering import compiled_traffic, normal
 from jax import lax
 from reference import mesh_of
 
+from zero_jax.program.loss import LossProgram
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.transforms import own_examples
+
 SLOW = pytest.mark.slow
 SHAPES = {"w": (16, 16), "layers": (2, 16, 16)}
 
@@ -100,6 +104,50 @@ def test_each_device_computes_its_own_examples(loss, mesh, fields):
     gathered = re.findall(r"= (\S+) all-gather", step.lower(state, batch).compile().as_text())
     of_examples = [x for x in gathered if re.match(r"c64\[\d+,\d+,\d+|f32\[(\d+,)+8,16\]|f32\[\d+,5,16", x)]
     assert not of_examples, of_examples
+
+
+def drawn(params, batch):
+    """Noise from keys of which `jax.vmap` takes the first for all."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(batch["x"]))
+    return lax.map(lambda each: (each[0] @ params["w"] * jax.random.normal(each[1], (8, 16))).sum(), (batch["x"], keys))
+
+
+def ended(params, batch):
+    """A branch that ends for the examples alone that take it."""
+
+    def steps(number):
+        return lax.cond(number < 0, lambda n: lax.while_loop(lambda n: n != 0, lambda n: n + 1, n), jnp.negative, number)
+
+    return lax.map(lambda x: steps(x.sum().astype(int)) * (x @ params["w"]).sum(), batch["x"])
+
+
+def paired(params, batch):
+    """Sums over pairs, of which each device has those of its own examples with every other."""
+    h = (batch["x"] @ params["w"]).mean(1)
+    sums, _ = lax.scan(lambda sums, other: (sums + jax.nn.sigmoid(h @ other)[:, None] * other, None), 0 * h, h)
+    return sums
+
+
+@pytest.mark.parametrize("loss", [drawn, ended, paired])
+def test_loops_stay_that_would_compute_something_else_or_send_more(loss):
+    params, batch = arrays()
+    program, mesh = LossProgram.of(loss), mesh_of("8")
+    own = own_examples(program, mesh=mesh, axes=axes_of(mesh))
+    assert own.trace(params, batch) is program.trace(params, batch)
+
+
+def test_loops_run_with_operations_that_cannot_be_mapped_and_slices_of_no_elements():
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        shape = jax.ShapeDtypeStruct((), h.dtype)
+        called = lax.map(lambda h: jax.pure_callback(np.mean, shape, h), h)
+        sums, made = lax.scan(lambda t, each: (t + each[0].sum() + each[1].sum(), 2.0), 1.0, (h, h[..., :0]), unroll=4)
+        return called, sums, made
+
+    params, batch = arrays()
+    own = own_examples(loss, mesh=mesh_of("8"), axes=axes_of(mesh_of("8")))
+    for value, wanted in zip(jax.jit(own)(params, batch), loss(params, batch), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
 
 
 @pytest.mark.tpu_compiler

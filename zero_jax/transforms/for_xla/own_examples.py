@@ -19,9 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.device_put import platform_of
 from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole, dim_map
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, variables
+from zero_jax.program.jaxprs import bind, draws_alike, is_literal, open_jaxpr, source_context, variables
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import MANUAL, Subcall, equations, subcall
+from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
@@ -41,7 +41,9 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if is_manual or not (names or has_loops) or axis_size(mesh, axes.batch) == 1:
             return traced.rewritten(closed)
-        for change in (_OwnLoops, _OwnOperations):  # an operation in a loop is one of several examples then
+        changes = ((_OwnLoops, has_loops), (_OwnOperations, names))
+        for change in (change for change, needed in changes if needed):
+            # Anew for operations: in a loop, one is of an example of each device then.
             data = open_jaxpr(closed)[0].invars[traced.num_params :]
             found = _Owned(mesh, axes, names, {x.aval.shape[0] for x in data if x.aval.shape})
             found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
@@ -57,6 +59,7 @@ class _Owned(Examples):
     def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str], batch_sizes: set[int]):
         super().__init__(mesh, axes)
         self.names, self.batch_sizes, self.dims = names, batch_sizes, dict[int, State]()
+        self.of_all = Examples(mesh, axes)  # of bodies of loops, each slice whole on every device
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         if eqn.primitive.name not in self.names:
@@ -69,18 +72,31 @@ class _Owned(Examples):
         results = super().of_jaxprs(eqn, sub, operands)
         if sub.kind != "scan" or not _carries_sums(eqn):
             return results
-        states, atoms = sub.split(operands)[2], sub.split(eqn.invars)[2]
+        (consts, sums, states), atoms = sub.split(operands), sub.split(eqn.invars)[2]
         can_be_own = 0 in states and {*states} <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
         chunks = [atom.aval.shape[1:2] for state, atom in zip(states, atoms, strict=True) if state == 0]
         is_shared = sub.length not in self.batch_sizes and all(x and x[0] % self.num_shards == 0 for x in chunks)
+        if can_be_own and not is_shared:  # what each step makes of all examples, as of pairs, is sharded as these are
+            made = self.of_all.run(sub.jaxpr, [*consts, *[FREE] * len(sums + states)])
+            is_shared = any(isinstance(x, int) for x in made)
         stacks = [0] * (len(results) - sub.num_carry)  # each step has an example of its own
-        is_own = self.note(eqn, 0 if can_be_own and not is_shared else UNKNOWN) == 0
+        is_own = self.note(eqn, 0 if can_be_own and not is_shared and _maps_alike(sub.jaxpr) else UNKNOWN) == 0
         return [*results[: sub.num_carry], *stacks] if is_own else results
 
     def note(self, eqn: Any, dim: State) -> State:
         """Notes the dim of the examples each time that an equation is run, and returns it."""
         self.dims[id(eqn)] = self.join(dim, self.dims.get(id(eqn), dim))
         return dim
+
+
+def _maps_alike(jaxpr: Any) -> bool:
+    """Tells whether `jax.vmap` of a loop's body computes what the body does.
+
+    It runs all branches of a `cond` for each example: a `while` in one that the example does not take might not end.
+    """
+    inner = [*equations(jaxpr)]
+    branches = (x for eqn in inner if eqn.primitive.name == "cond" for x in equations_of(eqn))
+    return draws_alike(inner) and all(x.primitive.name != "while" for x in branches)
 
 
 def _carries_sums(eqn: Any) -> bool:
@@ -149,8 +165,10 @@ class _OwnLoops(_Own):
         assert sub is not None
         (jaxpr, inner), (consts, sums, slices) = open_jaxpr(sub.jaxpr), sub.split(values)
         mapped = jax.vmap(lambda own, xs: evaluate(jaxpr, inner, [*consts, *own, *xs]))
+        num_steps = sub.length // self.num_shards
         # Major are the devices, whose shards are runs of examples.
-        by_device = lambda x: x.reshape(self.num_shards, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        by_device = lambda x: x.reshape(self.num_shards, num_steps, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        how = {"reverse": sub.reverse, "unroll": min(sub.unroll, num_steps)}
 
         def step(own: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             made = mapped(own, xs)
@@ -158,6 +176,9 @@ class _OwnLoops(_Own):
 
         with source_context(eqn):
             own = [jnp.zeros((self.num_shards, *jnp.shape(x)), jnp.result_type(x)) for x in sums]
-            own, made = lax.scan(step, own, [*map(by_device, slices)], reverse=sub.reverse)
+            try:
+                own, made = lax.scan(step, own, [*map(by_device, slices)], **how)
+            except NotImplementedError:  # `jax.vmap` has no rule for an operation, such as a callback
+                return bind(eqn, values)
             made = [x.swapaxes(0, 1).reshape(sub.length, *x.shape[2:]) for x in made]
             return [*(x + each.sum(0, dtype=each.dtype) for x, each in zip(sums, own, strict=True)), *made]

@@ -12,6 +12,7 @@ from gathering import compiled_traffic, normal
 from jax import lax
 from reference import mesh_of
 
+import zero_jax as zero
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.transforms import own_examples
@@ -45,7 +46,7 @@ def looped(params, batch):
     keys = jax.random.split(jax.random.key(0), len(batch["x"]))
     made = lax.map(of_one, (batch["x"], keys))
     chunks = lax.map(lambda h: jnp.square(h).mean(), made["h"], batch_size=2)
-    (total, squares, count), _ = lax.scan(counted, (1.0, jnp.ones(16), 0), made["h"])
+    (total, squares, count), _ = lax.scan(jax.checkpoint(counted), (1.0, jnp.ones(16), 0), made["h"])
     others = total / count + jnp.sin(squares).sum()
     return made["loss"].mean() + (chunks * jnp.arange(len(chunks))).mean() + others
 
@@ -106,6 +107,14 @@ def test_each_device_computes_its_own_examples(loss, mesh, fields):
     assert not of_examples, of_examples
 
 
+def test_residuals_of_loops_are_estimated_as_those_of_own_examples():
+    def residual_bytes(mesh):
+        loss = lambda params, batch: lax.map(lambda x: jnp.tanh(x @ params["w"]).mean(), batch["x"]).mean()  # noqa: E731
+        return zero.trace_loss(loss, *arrays(), mesh=mesh_of(mesh), config=zero.ZeroConfig()).residuals.device_bytes
+
+    assert residual_bytes("8") == residual_bytes("1") / 8
+
+
 def drawn(params, batch):
     """Noise from keys of which `jax.vmap` takes the first for all."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), len(batch["x"]))
@@ -116,9 +125,21 @@ def ended(params, batch):
     """A branch that ends for the examples alone that take it."""
 
     def steps(number):
-        return lax.cond(number < 0, lambda n: lax.while_loop(lambda n: n != 0, lambda n: n + 1, n), jnp.negative, number)
+        return lax.cond(
+            number < 0, lambda n: lax.while_loop(lambda n: n != 0, lambda n: n + 1, n), jnp.negative, number
+        )
 
     return lax.map(lambda x: steps(x.sum().astype(int)) * (x @ params["w"]).sum(), batch["x"])
+
+
+def shown(params, batch):
+    """A carry that is no sum, and read for an effect alone."""
+
+    def step(last, x):
+        jax.debug.callback(lambda _: None, last)
+        return (x @ params["w"]).sum(), None
+
+    return lax.scan(step, 0.0, batch["x"])
 
 
 def paired(params, batch):
@@ -128,7 +149,7 @@ def paired(params, batch):
     return sums
 
 
-@pytest.mark.parametrize("loss", [drawn, ended, paired])
+@pytest.mark.parametrize("loss", [drawn, ended, shown, paired])
 def test_loops_stay_that_would_compute_something_else_or_send_more(loss):
     params, batch = arrays()
     program, mesh = LossProgram.of(loss), mesh_of("8")

@@ -176,7 +176,9 @@ def bind_mapped(eqn: Any, values: Sequence[Any], in_axes: Sequence[int | None], 
 
 def draws_alike(eqns: Iterable[Any]) -> bool:
     """Tells whether `jax.vmap` over keys draws what each key draws alone, as it does of the keys of Threefry only."""
-    drawn = [(eqn.primitive.name, str(getattr(x.aval, "dtype", ""))) for eqn in eqns for x in (*eqn.invars, *eqn.outvars)]
+    drawn = [
+        (eqn.primitive.name, str(getattr(x.aval, "dtype", ""))) for eqn in eqns for x in (*eqn.invars, *eqn.outvars)
+    ]
     return not any(x == "rng_bit_generator" or (y.startswith("key<") and y != "key<fry>") for x, y in drawn)
 
 

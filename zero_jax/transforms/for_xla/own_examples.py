@@ -7,7 +7,6 @@ every device computes every example: each step becomes one example of each devic
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.device_put import platform_of
 from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole, dim_map
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, draws_alike, is_literal, open_jaxpr, source_context, variables
+from zero_jax.program.jaxprs import bind, draws_alike, is_literal, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 from zero_jax.program.walk import Rewriting
@@ -104,23 +103,25 @@ def _carries_sums(eqn: Any) -> bool:
     if eqn.primitive.name != "scan" or (sub := subcall(eqn)) is None:
         return False
     jaxpr, _ = open_jaxpr(sub.jaxpr)
-    readers: dict[Any, list[Any]] = {var: [] for var in jaxpr.invars}
-    for eqn in jaxpr.eqns:
-        for atom in variables(eqn):
-            readers.setdefault(atom, []).append(eqn)
-    returned = Counter(atom for atom in jaxpr.outvars if not is_literal(atom))
-
-    def is_sum(before: Any, after: Any) -> bool:
-        if is_literal(after) or returned[after] > 1 or returned[before] or len(readers.get(before, ())) != 1:
-            return False
-        (eqn,) = readers[before]
-        (made,), name = eqn.outvars[:1], eqn.primitive.name
-        if name == "convert_element_type" and made.aval.dtype == before.aval.dtype:  # to a type that is not weak
-            return is_sum(made, after)
-        return name in ("add", "add_any") and made is after and after not in readers
-
     carries = zip(jaxpr.invars[sub.num_consts :], jaxpr.outvars[: sub.num_carry], strict=False)
-    return all(is_sum(*pair) for pair in carries)
+    return all(_is_sum(jaxpr, *pair) for pair in carries)
+
+
+def _is_sum(jaxpr: Any, before: Any, after: Any) -> bool:
+    """Tells whether a jaxpr returns a value with something added to it, and does nothing else with either."""
+    if is_literal(after) or [x for x in jaxpr.outvars if x is before or x is after] != [after]:
+        return False
+    read = [(eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.invars) if x is before or x is after]
+    if len(read) != 1 or before is after:
+        return False
+    ((eqn, i),), sub = read, subcall(read[0][0])
+    if sub is not None and sub.kind in ("call", "remat") and after in eqn.outvars:
+        inner, _ = open_jaxpr(sub.jaxpr)
+        return _is_sum(inner, inner.invars[i], inner.outvars[eqn.outvars.index(after)])
+    name, made = eqn.primitive.name, eqn.outvars
+    if name == "convert_element_type" and made[0].aval.dtype == before.aval.dtype:  # to a type that is not weak
+        return _is_sum(jaxpr, made[0], after)
+    return name in ("add", "add_any") and made[0] is after
 
 
 class _Own(Rewriting):

@@ -115,6 +115,12 @@ def test_residuals_of_loops_are_estimated_as_those_of_own_examples():
     assert residual_bytes("8") == residual_bytes("1") / 8
 
 
+def test_examples_that_do_not_divide_over_devices_are_estimated():
+    loss = lambda params, batch: params["w"].sum() * jnp.abs(jnp.fft.rfft(batch["x"])).mean()  # noqa: E731
+    params, batch = arrays()
+    assert zero.trace_loss(loss, params, {"x": batch["x"][:3]}, mesh=mesh_of("8"), config=zero.ZeroConfig()).peak_bytes
+
+
 def drawn(params, batch):
     """Noise from keys of which `jax.vmap` takes the first for all."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), len(batch["x"]))

@@ -32,20 +32,22 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
     Of loops over examples those change that carry nothing from one to the next but sums. Chunks that all devices can
     share stay as they are: a step on as many would take their memory.
     """
+    num_shards = axis_size(mesh, axes.batch)
 
     def owned(traced: Traced) -> Traced:
         closed = traced.closed
         names = computed_whole(platform_of(mesh)) & traced.primitives
         has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or not (names or has_loops) or axis_size(mesh, axes.batch) == 1:
+        if is_manual or not (names or has_loops) or num_shards == 1:
             return traced.rewritten(closed)
         changes = ((_OwnLoops, has_loops), (_OwnOperations, names))
         for change in (change for change, needed in changes if needed):
             # Anew for operations: in a loop, one is of an example of each device then.
-            data = open_jaxpr(closed)[0].invars[traced.num_params :]
-            found = _Owned(mesh, axes, names, {x.aval.shape[0] for x in data if x.aval.shape})
-            found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
+            shapes = [x.aval.shape for x in open_jaxpr(closed)[0].invars[traced.num_params :]]
+            found = _Owned(mesh, axes, names, {shape[0] for shape in shapes if shape})
+            of_data = [FREE if not shape else UNKNOWN if shape[0] % num_shards else 0 for shape in shapes]
+            found.run(closed, [FREE] * traced.num_params + of_data)
             closed = change(mesh, axes, found.dims).rewritten(closed)
         return traced.rewritten(closed)
 

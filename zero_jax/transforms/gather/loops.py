@@ -225,10 +225,10 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
 
 def _built_once(value: Lazy | Value) -> Lazy | Value:
     """Makes what is made of unsharded params before a loop, rather than in every iteration, if it is no larger."""
-    is_unsharded = isinstance(value, Lazy) and value.dims is not None and not value.is_deferred
-    if is_unsharded and value.depth and value.aval.size <= max(root.size for root in value.roots):
-        return value.as_root()
-    return value
+    if not isinstance(value, Lazy) or value.dims is None or value.is_deferred:
+        return value
+    is_larger = value.aval.size > max(root.size for root in value.roots)
+    return value if is_larger or not value.depth else value.as_root()
 
 
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zero_jax.dims import ELEMENTWISE, FACTORIZATIONS, dim_map, is_float, known_primitives
 from zero_jax.program.jaxprs import bind_mapped, inner_jaxprs, is_literal, open_jaxpr, variables
@@ -20,7 +21,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import named
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value
-from zero_jax.transforms.gather.per_device import combine, example_dims, multiply
+from zero_jax.transforms.gather.per_device import by_device, example_dims
 
 # A value is worth it from so many times the size of the params that it is made of; and where what is on the way is at
 # most as many times as large: of a hidden layer for all positions XLA may compute a share on each device.
@@ -53,10 +54,13 @@ class ByDevice:
                 made = jax.lax.with_sharding_constraint(made, named(mesh, (axes.batch, *[()] * out.aval.ndim)))
             return Copies(made, params_only=True)
         if eqn.primitive.name == "dot_general" and len(places) == 1 and (dims := self.example_dims(eqn, places[0])):
-            return Value(multiply(eqn, arrays, places[0], dims, mesh=mesh, axes=axes), params_only=False)
-        if (dim := self.dim_of_examples(eqn, places)) is not None:
-            return Value(combine(eqn, arrays, places, dim, mesh=mesh, axes=axes), params_only=False)
-        return None
+            rows, out_dim = {1 - places[0]: dims[0]}, dims[1]
+        elif (out_dim := self.dim_of_examples(eqn, places)) is not None:
+            of_rows = {i for i, x in enumerate(arrays) if jnp.ndim(x) == out.aval.ndim and i not in places}
+            rows = {i: out_dim for i in of_rows if arrays[i].shape[out_dim] == out.aval.shape[out_dim]}
+        else:
+            return None
+        return Value(by_device(eqn, arrays, places, rows, out_dim, mesh=mesh, axes=axes), params_only=False)
 
     def example_dims(self, eqn: Any, param: int) -> tuple[int, int] | None:
         """Returns the dim of examples in the other factor of a product with a param and in its result, or None."""

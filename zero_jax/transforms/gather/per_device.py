@@ -13,7 +13,7 @@ reduce-scatter, and one quantization for each axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,7 +28,7 @@ from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
-from zero_jax.sharding.spec import Dims, carries, named, without
+from zero_jax.sharding.spec import Dims, carries, named, named_along, without
 from zero_jax.transforms.facts import param_uses
 
 
@@ -110,33 +110,27 @@ def example_dims(
     return next((at for at in of_examples if shape[at[0]] % num_blocks == 0), None)
 
 
-def multiply(
-    eqn: Any, factors: Sequence[jax.Array], param: int, dims: tuple[int, int], *, mesh: Mesh, axes: Axes
-) -> Any:
-    """Evaluates a `dot_general` of examples with copies of a param, each device's examples with its own copy."""
-    row, out_row = dims
-    other = 1 - param
-    blocks = split_dim(factors[other], row, factors[param].shape[0])
-    spec = tuple(axes.batch if i == row else () for i in range(blocks.ndim))
-    blocks = jax.lax.with_sharding_constraint(blocks, named(mesh, spec))
-    operands = [factors[0], blocks] if other else [blocks, factors[1]]
-    return bind_mapped(eqn, operands, (0, row) if other else (row, 0), out_row).reshape(eqn.outvars[0].aval.shape)
-
-
-def combine(
-    eqn: Any, values: Sequence[jax.Array], copies: Collection[int], dim: int, *, mesh: Mesh, axes: Axes
+def by_device(
+    eqn: Any,
+    values: Sequence[jax.Array],
+    copies: Collection[int],
+    rows: Mapping[int, int],
+    out_dim: int,
+    *,
+    mesh: Mesh,
+    axes: Axes,
 ) -> jax.Array:
-    """Evaluates an elementwise operation of examples along a dim, each device's with its own copies."""
-    num_blocks, shape, operands, in_axes = axis_size(mesh, axes.batch), eqn.outvars[0].aval.shape, [], []
-    for i, x in enumerate(values):
-        has_examples = i not in copies and jnp.ndim(x) == len(shape) and x.shape[dim] == shape[dim]
-        if has_examples:
-            x = split_dim(x, dim, num_blocks)
-            spec = tuple(axes.batch if at == dim else () for at in range(x.ndim))
-            x = jax.lax.with_sharding_constraint(x, named(mesh, spec))
-        operands.append(x)
-        in_axes.append(dim if has_examples else 0 if i in copies else None)
-    return bind_mapped(eqn, operands, in_axes, dim).reshape(shape)
+    """Evaluates an operation on examples and copies, each device's examples with its own copies.
+
+    `copies` are the numbers of the operands that are such; `rows` has the dim of examples of those that have one, and
+    `out_dim` is that of the result.
+    """
+    operands = [*values]
+    for i, dim in rows.items():
+        x = split_dim(values[i], dim, axis_size(mesh, axes.batch))
+        operands[i] = lax.with_sharding_constraint(x, named_along(mesh, x.ndim, {dim: axes.batch}))
+    in_axes = [rows.get(i, 0 if i in copies else None) for i in range(len(values))]
+    return bind_mapped(eqn, operands, in_axes, out_dim).reshape(eqn.outvars[0].aval.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,9 @@ def test_parts_keep_values_and_gradients(mesh):
 
 
 @pytest.mark.parametrize(
-    ("use", "has_copies"), [(lambda x, made: x + made, True), (lambda x, made: x @ made, False)], ids=["sum", "product"]
+    ("use", "has_copies"),
+    [(lambda x, y: x + y, True), (lambda x, y: x @ y, False), (lambda x, y: x + jnp.tanh(y), False)],
+    ids=["sum", "product", "tanh"],
 )
 def test_copies_are_made_for_what_the_backward_pass_does_not_keep(use, has_copies):
     params, x = {"a": normal(16, 2), "b": normal(2, 16)}, normal(8, 16, 16)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.dims import ELEMENTWISE, FACTORIZATIONS, dim_map, is_float, known_primitives
+from zero_jax.dims import ELEMENTWISE, FACTORIZATIONS, dim_map, is_float, known_primitives, moves_elements
 from zero_jax.program.jaxprs import bind_mapped, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.subcalls import equations, subcall
 from zero_jax.sharding.mesh import axis_size
@@ -24,7 +24,8 @@ from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Val
 from zero_jax.transforms.gather.per_device import by_device, example_dims
 
 # A value is worth it from so many times the size of the params that it is made of; and where what is on the way is at
-# most as many times as large: of a hidden layer for all positions XLA may compute a share on each device.
+# most as many times as large, and what the backward pass keeps of it at most as large as a share of it: of a hidden
+# layer for all positions XLA may compute, and keep, a share on each device.
 _TIMES = 2
 
 
@@ -109,12 +110,24 @@ class ByDevice:
             while linked := [x for x in larger if not params.isdisjoint(x[0])]:
                 params, size = params.union(*(x for x, _ in linked)), max(size, *(x for _, x in linked))
                 larger = [x for x in larger if x not in linked]
-            made = (var for var in facts.origins if not params.isdisjoint(params_of(var)))
-            is_cheap = all(_size(var, sizes) <= _TIMES * size for var in made)
+            made = [eqn for eqn in facts.jaxpr.eqns if facts.only_params(eqn)]
+            made = [eqn for eqn in made if not params.isdisjoint(params_of(eqn.outvars[0]))]
+            is_cheap = all(_size(var, sizes) <= _TIMES * size for eqn in made for var in eqn.outvars)
+            is_cheap &= all(_size(var, sizes) * self.num_blocks <= size for eqn in made for var in _kept(eqn, facts))
             if is_cheap and params.isdisjoint(others):
                 ends = _Copied(self).run(facts.jaxpr, [i in params for i in range(len(facts.jaxpr.invars))])
                 found |= params if ends is not None and not any(ends) else set()
         return found
+
+
+def _kept(eqn: Any, facts: Facts) -> list[Any]:
+    """Returns what the backward pass may keep of an operation on what is made of params."""
+    known = known_primitives().get(eqn.primitive.name)
+    if known is not None and known.linear == "product":
+        factors = [atom for atom in eqn.invars if facts.kind(atom) == "param"]
+        return factors if len(factors) > 1 else []
+    is_linear = moves_elements(eqn) or (known is not None and known.linear)
+    return [] if is_linear else [*variables(eqn), *eqn.outvars]
 
 
 def _size(var: Any, sizes: Mapping[Any, int]) -> int:

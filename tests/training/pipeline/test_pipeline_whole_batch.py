@@ -131,6 +131,24 @@ def test_a_maximum_that_the_loss_reads_is_refused(pipeline):
         one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline=pipeline)
 
 
+def test_derivatives_of_what_the_loss_does_not_read_may_be_infinite():
+    """Of a root at zero, in a stack and in a carry; another carry is read by the next layer alone."""
+
+    def loss_fn(params, batch):
+        def layer(carry, w):
+            x, before, norm = carry
+            zero = jnp.sqrt(x - x)
+            return (x + jnp.tanh((x + before) @ w), 0.5 * x, norm + zero.mean()), zero[:, 0]
+
+        x = params["embed"][batch["tokens"]]
+        (x, _, norm), roots = jax.lax.scan(layer, (x, x, 0.0), params["w"])
+        return jnp.square(x @ params["head"]).mean(), {"norm": norm, "roots": roots}
+
+    found, metrics = one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+    expected, aux = on_one_device(loss_fn)
+    assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
+
+
 def plain(params, batch):
     x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), params["embed"][batch["tokens"]], params["w"])
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["tokens"]).mean(), {}

@@ -12,6 +12,11 @@ from gathering import compiled_traffic, normal
 from jax import lax
 from reference import mesh_of
 
+import zero_jax as zero
+from zero_jax.program.loss import LossProgram
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.transforms import own_examples
+
 SLOW = pytest.mark.slow
 SHAPES = {"w": (16, 16), "layers": (2, 16, 16)}
 
@@ -41,7 +46,7 @@ def looped(params, batch):
     keys = jax.random.split(jax.random.key(0), len(batch["x"]))
     made = lax.map(of_one, (batch["x"], keys))
     chunks = lax.map(lambda h: jnp.square(h).mean(), made["h"], batch_size=2)
-    (total, squares, count), _ = lax.scan(counted, (1.0, jnp.ones(16), 0), made["h"])
+    (total, squares, count), _ = lax.scan(jax.checkpoint(counted), (1.0, jnp.ones(16), 0), made["h"])
     others = total / count + jnp.sin(squares).sum()
     return made["loss"].mean() + (chunks * jnp.arange(len(chunks))).mean() + others
 
@@ -100,6 +105,76 @@ def test_each_device_computes_its_own_examples(loss, mesh, fields):
     gathered = re.findall(r"= (\S+) all-gather", step.lower(state, batch).compile().as_text())
     of_examples = [x for x in gathered if re.match(r"c64\[\d+,\d+,\d+|f32\[(\d+,)+8,16\]|f32\[\d+,5,16", x)]
     assert not of_examples, of_examples
+
+
+def test_residuals_of_loops_are_estimated_as_those_of_own_examples():
+    def residual_bytes(mesh):
+        loss = lambda params, batch: lax.map(lambda x: jnp.tanh(x @ params["w"]).mean(), batch["x"]).mean()  # noqa: E731
+        return zero.trace_loss(loss, *arrays(), mesh=mesh_of(mesh), config=zero.ZeroConfig()).residuals.device_bytes
+
+    assert residual_bytes("8") == residual_bytes("1") / 8
+
+
+def test_examples_that_do_not_divide_over_devices_are_estimated():
+    loss = lambda params, batch: params["w"].sum() * jnp.abs(jnp.fft.rfft(batch["x"])).mean()  # noqa: E731
+    params, batch = arrays()
+    assert zero.trace_loss(loss, params, {"x": batch["x"][:3]}, mesh=mesh_of("8"), config=zero.ZeroConfig()).peak_bytes
+
+
+def drawn(params, batch):
+    """Noise from keys of which `jax.vmap` takes the first for all."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(batch["x"]))
+    return lax.map(lambda each: (each[0] @ params["w"] * jax.random.normal(each[1], (8, 16))).sum(), (batch["x"], keys))
+
+
+def ended(params, batch):
+    """A branch that ends for the examples alone that take it."""
+
+    def steps(number):
+        return lax.cond(
+            number < 0, lambda n: lax.while_loop(lambda n: n != 0, lambda n: n + 1, n), jnp.negative, number
+        )
+
+    return lax.map(lambda x: steps(x.sum().astype(int)) * (x @ params["w"]).sum(), batch["x"])
+
+
+def shown(params, batch):
+    """A carry that is no sum, and read for an effect alone."""
+
+    def step(last, x):
+        jax.debug.callback(lambda _: None, last)
+        return (x @ params["w"]).sum(), None
+
+    return lax.scan(step, 0.0, batch["x"])
+
+
+def paired(params, batch):
+    """Sums over pairs, of which each device has those of its own examples with every other."""
+    h = (batch["x"] @ params["w"]).mean(1)
+    sums, _ = lax.scan(lambda sums, other: (sums + jax.nn.sigmoid(h @ other)[:, None] * other, None), 0 * h, h)
+    return sums
+
+
+@pytest.mark.parametrize("loss", [drawn, ended, shown, paired])
+def test_loops_stay_that_would_compute_something_else_or_send_more(loss):
+    params, batch = arrays()
+    program, mesh = LossProgram.of(loss), mesh_of("8")
+    own = own_examples(program, mesh=mesh, axes=axes_of(mesh))
+    assert own.trace(params, batch) is program.trace(params, batch)
+
+
+def test_loops_run_with_operations_that_cannot_be_mapped_and_slices_of_no_elements():
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        shape = jax.ShapeDtypeStruct((), h.dtype)
+        called = lax.map(lambda h: jax.pure_callback(np.mean, shape, h), h)
+        sums, made = lax.scan(lambda t, each: (t + each[0].sum() + each[1].sum(), 2.0), 1.0, (h, h[..., :0]), unroll=4)
+        return called, sums, made
+
+    params, batch = arrays()
+    own = own_examples(loss, mesh=mesh_of("8"), axes=axes_of(mesh_of("8")))
+    for value, wanted in zip(jax.jit(own)(params, batch), loss(params, batch), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
 
 
 @pytest.mark.tpu_compiler

@@ -174,6 +174,13 @@ def bind_mapped(eqn: Any, values: Sequence[Any], in_axes: Sequence[int | None], 
     return jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=tuple(in_axes), out_axes=out_axes, **how)(*values)
 
 
+def draws_alike(eqns: Sequence[Any]) -> bool:
+    """Tells whether `jax.vmap` over keys draws what each key draws alone, as it does of the keys of Threefry only."""
+    dtypes = {str(getattr(atom.aval, "dtype", "")) for eqn in eqns for atom in (*eqn.invars, *eqn.outvars)}
+    has_other_keys = any(dtype.startswith("key<") and dtype != "key<fry>" for dtype in dtypes)
+    return not has_other_keys and all(eqn.primitive.name != "rng_bit_generator" for eqn in eqns)
+
+
 def of_some(function: Callable[..., Any], values: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:
     """Returns a function of some of its arguments, those with the numbers `which`; the others are these values."""
 

@@ -3,8 +3,8 @@
 The train step, the evaluation step and the estimates read one program, by the methods of `StepLoss` in their order:
 `cast`, `unfused`, `fused`, `recomputed`, `unsharded` and `placed`, which docs/architecture.md follows. What the losses
 of parts of a batch are averaged by is found of `fused` (`grads.choice`; a weighted evaluation). Estimates, which know
-nothing of XLA's faults, leave `unsharded` out. `placed` is the last: a gather that is within the blocks of `recomputed`
-and the ticks of the stages is made again in the backward pass, not kept.
+nothing of XLA's faults, have of `unsharded` what is `owned` alone. `placed` is the last: a gather that is within the
+blocks of `recomputed` and the ticks of the stages is made again in the backward pass, not kept.
 
 A new pass goes into `unfused` if it changes what is computed, into `to_place` if it only helps XLA.
 """
@@ -159,15 +159,19 @@ class StepLoss:
         """
         return self.unsharded(self.recomputed(self.fused if program is None else program), mapped=mapped)
 
+    def owned(self, program: LossProgram) -> LossProgram:
+        """Returns a program whose devices compute their own examples where XLA would compute all on each."""
+        mesh, axes = self.placement.mesh, self.placement.axes
+        return program if self.placement.num_stages > 1 else own_examples(program, mesh=mesh, axes=axes)
+
     def unsharded(self, program: LossProgram, *, mapped: bool = False) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
 
-        What XLA would compute for all examples on every device is of each device's own, unless the program is to be
-        `mapped` over devices. On TPUs complex numbers are summed by part, and heads are made in the cheapest form.
+        It is `owned`, unless it is to be `mapped` over devices. On TPUs complex numbers are summed by part, and heads
+        are made in the cheapest form.
         """
-        mesh, axes = self.placement.mesh, self.placement.axes
-        program = program if mapped or axes.num_stages(mesh) > 1 else own_examples(program, mesh=mesh, axes=axes)
-        program = unsharded_windows(program, mesh=mesh, axes=axes)
+        program = program if mapped else self.owned(program)
+        program = unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
         return heads_by_tiles(complex_sums_by_part(program)) if self.is_on_tpu else program
 
     def stages(self, axes: Axes) -> Stages:

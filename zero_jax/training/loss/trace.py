@@ -194,7 +194,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree, *, with_uses:
     """Returns the trace of the loss of a step; see `trace_loss`. Its `uses` take another trace."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, microbatch, _ = loss.shapes(params, batch, num_parts=k)
-    traced = _TracedLoss(loss.recomputed(loss.fused), variables, microbatch, loss.placement)
+    traced = _TracedLoss(loss.owned(loss.recomputed(loss.fused)), variables, microbatch, loss.placement)
     jaxpr = traced.gradient()
     gradient = traced.propagate_gradient(jaxpr)
     moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]

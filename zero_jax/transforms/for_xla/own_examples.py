@@ -7,7 +7,6 @@ every device computes every example: each step becomes one example of each devic
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.device_put import platform_of
 from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole, dim_map
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, variables
+from zero_jax.program.jaxprs import bind, draws_alike, is_literal, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import MANUAL, Subcall, equations, subcall
+from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
@@ -33,18 +32,22 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
     Of loops over examples those change that carry nothing from one to the next but sums. Chunks that all devices can
     share stay as they are: a step on as many would take their memory.
     """
+    num_shards = axis_size(mesh, axes.batch)
 
     def owned(traced: Traced) -> Traced:
         closed = traced.closed
         names = computed_whole(platform_of(mesh)) & traced.primitives
         has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or not (names or has_loops) or axis_size(mesh, axes.batch) == 1:
+        if is_manual or not (names or has_loops) or num_shards == 1:
             return traced.rewritten(closed)
-        for change in (_OwnLoops, _OwnOperations):  # an operation in a loop is one of several examples then
-            data = open_jaxpr(closed)[0].invars[traced.num_params :]
-            found = _Owned(mesh, axes, names, {x.aval.shape[0] for x in data if x.aval.shape})
-            found.run(closed, [FREE] * traced.num_params + [0 if x.aval.shape else FREE for x in data])
+        changes = ((_OwnLoops, has_loops), (_OwnOperations, names))
+        for change in (change for change, needed in changes if needed):
+            # Anew for operations: in a loop, one is of an example of each device then.
+            shapes = [x.aval.shape for x in open_jaxpr(closed)[0].invars[traced.num_params :]]
+            found = _Owned(mesh, axes, names, {shape[0] for shape in shapes if shape})
+            of_data = [FREE if not shape else UNKNOWN if shape[0] % num_shards else 0 for shape in shapes]
+            found.run(closed, [FREE] * traced.num_params + of_data)
             closed = change(mesh, axes, found.dims).rewritten(closed)
         return traced.rewritten(closed)
 
@@ -57,6 +60,7 @@ class _Owned(Examples):
     def __init__(self, mesh: Mesh, axes: Axes, names: frozenset[str], batch_sizes: set[int]):
         super().__init__(mesh, axes)
         self.names, self.batch_sizes, self.dims = names, batch_sizes, dict[int, State]()
+        self.of_all = Examples(mesh, axes)  # of bodies of loops, each slice whole on every device
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         if eqn.primitive.name not in self.names:
@@ -69,12 +73,15 @@ class _Owned(Examples):
         results = super().of_jaxprs(eqn, sub, operands)
         if sub.kind != "scan" or not _carries_sums(eqn):
             return results
-        states, atoms = sub.split(operands)[2], sub.split(eqn.invars)[2]
+        (consts, sums, states), atoms = sub.split(operands), sub.split(eqn.invars)[2]
         can_be_own = 0 in states and {*states} <= {0, FREE, RANDOM} and sub.length % self.num_shards == 0
         chunks = [atom.aval.shape[1:2] for state, atom in zip(states, atoms, strict=True) if state == 0]
         is_shared = sub.length not in self.batch_sizes and all(x and x[0] % self.num_shards == 0 for x in chunks)
+        if can_be_own and not is_shared:  # what each step makes of all examples, as of pairs, is sharded as these are
+            made = self.of_all.run(sub.jaxpr, [*consts, *[FREE] * len(sums + states)])
+            is_shared = any(isinstance(x, int) for x in made)
         stacks = [0] * (len(results) - sub.num_carry)  # each step has an example of its own
-        is_own = self.note(eqn, 0 if can_be_own and not is_shared else UNKNOWN) == 0
+        is_own = self.note(eqn, 0 if can_be_own and not is_shared and _maps_alike(sub.jaxpr) else UNKNOWN) == 0
         return [*results[: sub.num_carry], *stacks] if is_own else results
 
     def note(self, eqn: Any, dim: State) -> State:
@@ -83,28 +90,40 @@ class _Owned(Examples):
         return dim
 
 
+def _maps_alike(jaxpr: Any) -> bool:
+    """Tells whether `jax.vmap` of a loop's body computes what the body does.
+
+    It runs all branches of a `cond` for each example: a `while` in one that the example does not take might not end.
+    """
+    inner = [*equations(jaxpr)]
+    branches = (x for eqn in inner if eqn.primitive.name == "cond" for x in equations_of(eqn))
+    return draws_alike(inner) and all(x.primitive.name != "while" for x in branches)
+
+
 def _carries_sums(eqn: Any) -> bool:
     """Tells whether an equation is a scan, and all that it carries is added to once in each step, and else not read."""
     if eqn.primitive.name != "scan" or (sub := subcall(eqn)) is None:
         return False
     jaxpr, _ = open_jaxpr(sub.jaxpr)
-    readers: dict[Any, list[Any]] = {var: [] for var in jaxpr.invars}
-    for eqn in jaxpr.eqns:
-        for atom in variables(eqn):
-            readers.setdefault(atom, []).append(eqn)
-    returned = Counter(atom for atom in jaxpr.outvars if not is_literal(atom))
-
-    def is_sum(before: Any, after: Any) -> bool:
-        if is_literal(after) or returned[after] > 1 or returned[before] or len(readers.get(before, ())) != 1:
-            return False
-        (eqn,) = readers[before]
-        (made,), name = eqn.outvars[:1], eqn.primitive.name
-        if name == "convert_element_type" and made.aval.dtype == before.aval.dtype:  # to a type that is not weak
-            return is_sum(made, after)
-        return name in ("add", "add_any") and made is after and after not in readers
-
     carries = zip(jaxpr.invars[sub.num_consts :], jaxpr.outvars[: sub.num_carry], strict=False)
-    return all(is_sum(*pair) for pair in carries)
+    return all(_is_sum(jaxpr, *pair) for pair in carries)
+
+
+def _is_sum(jaxpr: Any, before: Any, after: Any) -> bool:
+    """Tells whether a jaxpr returns a value with something added to it, and does nothing else with either."""
+    if is_literal(after) or [x for x in jaxpr.outvars if x is before or x is after] != [after]:
+        return False
+    read = [(eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.invars) if x is before or x is after]
+    if len(read) != 1 or before is after:
+        return False
+    ((eqn, i),), sub = read, subcall(read[0][0])
+    if sub is not None and sub.kind in ("call", "remat") and after in eqn.outvars:
+        inner, _ = open_jaxpr(sub.jaxpr)
+        return _is_sum(inner, inner.invars[i], inner.outvars[eqn.outvars.index(after)])
+    name, made = eqn.primitive.name, eqn.outvars
+    if name == "convert_element_type" and made[0].aval.dtype == before.aval.dtype:  # to a type that is not weak
+        return _is_sum(jaxpr, made[0], after)
+    return name in ("add", "add_any") and made[0] is after
 
 
 class _Own(Rewriting):
@@ -149,8 +168,10 @@ class _OwnLoops(_Own):
         assert sub is not None
         (jaxpr, inner), (consts, sums, slices) = open_jaxpr(sub.jaxpr), sub.split(values)
         mapped = jax.vmap(lambda own, xs: evaluate(jaxpr, inner, [*consts, *own, *xs]))
+        num_steps = sub.length // self.num_shards
         # Major are the devices, whose shards are runs of examples.
-        by_device = lambda x: x.reshape(self.num_shards, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        by_device = lambda x: x.reshape(self.num_shards, num_steps, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        how = {"reverse": sub.reverse, "unroll": min(sub.unroll, num_steps)}
 
         def step(own: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             made = mapped(own, xs)
@@ -158,6 +179,9 @@ class _OwnLoops(_Own):
 
         with source_context(eqn):
             own = [jnp.zeros((self.num_shards, *jnp.shape(x)), jnp.result_type(x)) for x in sums]
-            own, made = lax.scan(step, own, [*map(by_device, slices)], reverse=sub.reverse)
+            try:
+                own, made = lax.scan(step, own, [*map(by_device, slices)], **how)
+            except NotImplementedError:  # `jax.vmap` has no rule for an operation, such as a callback
+                return bind(eqn, values)
             made = [x.swapaxes(0, 1).reshape(sub.length, *x.shape[2:]) for x in made]
             return [*(x + each.sum(0, dtype=each.dtype) for x, each in zip(sums, own, strict=True)), *made]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, SHAPES, dim_map
 from zero_jax.program.dataflow import Dataflow, Dependence
-from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr, variables
+from zero_jax.program.jaxprs import draws_alike, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.subcalls import CALLS, equations_of, subcall
 
 # Parameters that hold the shape of a result, and their primitives.
@@ -99,9 +99,7 @@ class Region:
     def is_mapped_alike(self) -> bool:
         """Whether a `jax.vmap` with keys and integers of each matrix computes what is computed for each alone."""
         inner = [each for eqn in self.eqns for each in equations_of(eqn)]
-        dtypes = {str(getattr(atom.aval, "dtype", "")) for each in inner for atom in (*each.invars, *each.outvars)}
-        has_other_keys = any(dtype.startswith("key<") and dtype != "key<fry>" for dtype in dtypes)
-        return not has_other_keys and {"cond", "rng_bit_generator"}.isdisjoint(each.primitive.name for each in inner)
+        return draws_alike(inner) and all(each.primitive.name != "cond" for each in inner)
 
     def key(self) -> Any:
         """Returns what the region computes, whatever the number of matrices: equal where it is the same."""

@@ -55,6 +55,8 @@ def has_wrong_gradient(eqn: Any) -> bool:
     return eqn.primitive.name.startswith(("slice", "pad", "scatter", "reduce_window"))
 
 
-def computed_whole(platform: str) -> frozenset[str]:
-    """Returns the primitives that XLA gathers their operands for, along whichever dim they are sharded."""
+def computed_whole(platform: str | None) -> frozenset[str]:
+    """Returns the primitives of which XLA gathers the operand, along whichever dim it is sharded; None for anywhere."""
+    if platform is None:
+        return _WHOLE_ON_TPU | _WHOLE_ELSEWHERE
     return _WHOLE_ON_TPU if platform == "tpu" else _WHOLE_ELSEWHERE

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.dims import (
     CASTS,
@@ -123,7 +122,7 @@ def separability(
         least = num_devices if "shard_map" in names else 1
         found = traces.means(size, k, k * num_shards, loss_weight, trusted=True, least=least)
     is_plain = axis_size(mesh, axes.model) == 1 and not has_shardings
-    has_kernels = bool(names & (computed_whole(platform_of(mesh)) | {"pallas_call"}))
+    has_kernels = bool(names & (computed_whole(None) | {"pallas_call"}))
     return dataclasses.replace(
         found, not_local=not_local, convolves=convolves, has_kernels=has_kernels, is_plain=is_plain
     )

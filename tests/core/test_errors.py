@@ -240,6 +240,8 @@ def test_containers_that_jax_does_not_know(tmp_path):
     config, batch = reference.make_config(stage=1), collections.UserDict(make_batch())
     with pytest.raises(ValueError, match=r"of type Pair, .*register its class, .*register_dataclass\(Pair\)"):
         zero.init_state(lambda _: Pair(1.0, 2.0), optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
+    with pytest.raises(ValueError, match=r"'pair' is .* of type type, no array.*: (?!register)"):
+        zero.init_state({"pair": Pair}, optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
     step = zero.make_train_step(loss_fn, optax.adam(0.01), mesh=mesh_of("4"), config=config)
     trainer = lambda batch: zero.Trainer(  # noqa: E731
         loss_fn, lambda _: host_params(), [batch], config=zero.TrainConfig(steps=1, out=tmp_path, name="a")

@@ -164,7 +164,7 @@ def record_to_json(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, jax.Array)):  # a loss, the state of a random generator
-        return np.asarray(value).tolist()
+        return np.asarray(jax.device_get(value)).tolist()
     raise TypeError(f"`extra` has a value of type {type(value).__name__}: give what JSON has, or arrays")
 
 

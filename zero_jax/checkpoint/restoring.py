@@ -233,13 +233,14 @@ class _Restore:
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
-        key, config = record.leaves.get("key"), dataclasses.replace(self.config, stage=3)
-        if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
-            return self.shapes(config, key)
-        # Errors of gradients depend on the stage: take those of the target stage.
-        without = dataclasses.replace(quantize, error_feedback=False)
-        config = dataclasses.replace(config, quantize=without, quantize_error_feedback=None)
-        return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
+        # How gradients are sent is of the target stage: a pipeline may not send them so at stage 3.
+        quantize, names = self.config.resolved_quantize(), (field.name for field in dataclasses.fields(self.config))
+        of_grads = {"noise_scale": False, **{name: None for name in names if name.startswith("quantize")}}
+        key = record.leaves.get("key")
+        shapes = self.shapes(dataclasses.replace(self.config, stage=3, **of_grads), key)
+        if quantize is None or not quantize.error_feedback:
+            return shapes
+        return dataclasses.replace(shapes, grad_errors=self.shapes(self.config, key).grad_errors)
 
     def of_other_devices(
         self, record: Record, target: Mapping[str, Any], state: TrainState

@@ -132,7 +132,7 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
             where, kind = f"{what} leaf {name!r}" if name else what, type(leaf).__name__
             if isinstance(leaf, Mapping):  # the batch of a Hugging Face tokenizer, say
                 remedy = "make a dict of it, dict(...)"
-            elif dataclasses.is_dataclass(leaf):
+            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
                 remedy = f"register its class, jax.tree_util.register_dataclass({kind}), so that JAX sees its fields"
             raise ValueError(f"{where} is {shown(leaf)} of type {kind}, no array{refusal}: {remedy}")
 

@@ -10,6 +10,7 @@ import pytest
 from reference import assert_close, make_config
 
 import zero_jax as zero
+from zero_jax.checkpoint import Checkpointer, restore
 
 # As in test_parity.py: sums in another order.
 FLOAT32 = 1e-5
@@ -106,6 +107,20 @@ def test_examples_of_an_encoder_that_are_mixed_behind_the_layers_are_refused_by_
         one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
 
 
+@pytest.mark.filterwarnings("ignore:pipe=2. the layers at .*whole_batch.* are not cut into stages, .* may be mixed")
+def test_examples_that_another_tower_mixes_within_its_layers_are_those_of_the_batch():
+    """No param has a part in them, but a microbatch of that tower would mix its own."""
+
+    def loss_fn(params, batch):
+        mixing = lambda x, w: (x + jnp.tanh(x @ w) * batch["images"][::-1], None)  # noqa: E731
+        other, _ = jax.lax.scan(mixing, params["embed"][batch["tokens"]], params["w"][:2])
+        loss, aux = plain(params, batch)
+        return loss + jnp.square(other).mean(), aux
+
+    found, _ = one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+    assert_close(found, on_one_device(loss_fn)[0], tolerance=FLOAT32)
+
+
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_a_maximum_that_the_loss_reads_is_refused(pipeline):
     def loss_fn(params, batch):
@@ -114,6 +129,24 @@ def test_a_maximum_that_the_loss_reads_is_refused(pipeline):
 
     with pytest.raises(ValueError, match="what its layers make is the largest value of all examples, and the loss may"):
         one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline=pipeline)
+
+
+def test_derivatives_of_what_the_loss_does_not_read_may_be_infinite():
+    """Of a root at zero, in a stack and in a carry; another carry is read by the next layer alone."""
+
+    def loss_fn(params, batch):
+        def layer(carry, w):
+            x, before, norm = carry
+            zero = jnp.sqrt(x - x)
+            return (x + jnp.tanh((x + before) @ w), 0.5 * x, norm + zero.mean()), zero[:, 0]
+
+        x = params["embed"][batch["tokens"]]
+        (x, _, norm), roots = jax.lax.scan(layer, (x, x, 0.0), params["w"])
+        return jnp.square(x @ params["head"]).mean(), {"norm": norm, "roots": roots}
+
+    found, metrics = one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+    expected, aux = on_one_device(loss_fn)
+    assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
 
 
 def plain(params, batch):
@@ -167,6 +200,19 @@ def check_coded(quantize, **fields):
 def test_what_devices_send_of_a_stage_may_be_quantized(stage, sizes, pipeline, fields):
     quantize = zero.Quantize(block_size=4, **fields)
     check_coded(quantize, mesh=zero.make_mesh(**sizes), stage=stage, pipeline=pipeline)
+
+
+def test_what_stage_3_does_not_have_is_restored_at_stage_1(tmp_path):
+    """Arrays are read as shards of stage 3, which sends gradients of a pipeline in every tick."""
+    mesh, tx = zero.make_mesh(pipe=2), optax.sgd(0.1)
+    quantize = zero.Quantize(grads="int8", block_size=4, error_feedback=True)
+    config = make_config(stage=1, num_microbatches=4, noise_scale=True, quantize=quantize)
+    state = zero.init_state(PARAMS, tx, jax.random.key(0), mesh=mesh, config=config)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    restored = restore(tmp_path, init_fn=lambda key: PARAMS, tx=tx, mesh=mesh, config=config)
+    assert_close(restored.state.params, PARAMS, tolerance=0)
+    assert jax.tree.map(jnp.shape, restored.state.grad_errors) == jax.tree.map(jnp.shape, state.grad_errors)
 
 
 @pytest.mark.slow

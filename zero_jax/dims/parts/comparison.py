@@ -56,26 +56,17 @@ class TraceComparison:
 
     With `is_mean` what is derived is the mean of the losses of parts, and else the loss on the batch.
 
-    With `keeps_whole` a part has its examples, or all, of what is not known and no param has a part in, as if that were
-    made of the whole batch before: examples that are mixed, or sorted. What has examples is noted in `made_whole`.
-
     With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples. Where
     that is so is noted in `terms`: for a variable of the trace on a part, which operands of the equation that makes it
     are to be multiplied by `n ** power`. Of those in nested jaxprs (`has_terms_within`) nothing is known.
     """
 
     def __init__(
-        self,
-        num_parts: int,
-        num_blocks: int | None = None,
-        *,
-        shares_terms: bool = False,
-        is_mean: bool = True,
-        keeps_whole: bool = False,
+        self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False, is_mean: bool = True
     ):
         self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
-        self.keeps_whole, self.made_whole = keeps_whole, set[Any]()
         self.power = int(is_mean)  # of cotangents
+        self.made_whole = set[Any]()
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
         self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
@@ -83,10 +74,22 @@ class TraceComparison:
         # Of the mesh, in a shard_map, and the devices of these axes: a dim of examples is that of one of them
         self.batch_axes, self.num_devices = frozenset[str](), 1
 
-    def run(self, whole: Any, part: Any, inputs: Sequence[Relation], found: list[Any] | None = None) -> list[Relation]:
+    def run(
+        self,
+        whole: Any,
+        part: Any,
+        inputs: Sequence[Relation],
+        found: list[Any] | None = None,
+        *,
+        keeps_whole: bool = False,
+    ) -> list[Relation]:
         """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs.
 
         Those of the operands and results of its equations are added to `found`.
+
+        With `keeps_whole` a part has its examples, or all, of what is not known and no param has a part in, as if that
+        were made of the whole batch before: examples that are mixed, or sorted. What has examples is noted in
+        `made_whole`. Within an equation, such as layers, nothing is: there a part has its own alone.
         """
         (whole, whole_consts), (part, part_consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
         source = self.source
@@ -107,7 +110,7 @@ class TraceComparison:
             self.source = jaxprs.source_line(pair.whole) or source
             values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
             results = self.equation(pair, values) if pair.whole.outvars else []
-            if self.keeps_whole and self.depth == 1:
+            if keeps_whole:
                 results = [self.of_whole(pair, i, x, sizes) for i, x in enumerate(results)]
             if found is not None:
                 found.append((values, results))
@@ -116,7 +119,9 @@ class TraceComparison:
         results = [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
         return results if self.depth else [unknown(x.why) if x.batches > 1 else x for x in results]
 
-    def in_blocks(self, traces: Sequence[Any], inputs: Sequence[Relation]) -> tuple[list[Any], list[Any]]:
+    def in_blocks(
+        self, traces: Sequence[Any], inputs: Sequence[Relation], *, keeps_whole: bool = False
+    ) -> tuple[list[Any], list[Any]]:
         """Returns traces whose batches behind one another are so block by block, and what puts the results in order.
 
         These are of the first trace. Traces are on a batch and on a part of it; if there are four, the last two are on
@@ -125,7 +130,7 @@ class TraceComparison:
         found, opened = list[Any](), [jaxprs.open_jaxpr(closed)[0] for closed in traces]
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
         if all(other == names[0] for other in names[1:]):
-            self.run(traces[-2], traces[-1], inputs, found)
+            self.run(traces[-2], traces[-1], inputs, found, keeps_whole=keeps_whole)
         if all(x.batches < 2 for operands, results in found for x in (*operands, *results)):
             return [*traces], []
         eqns = opened[-2].eqns

@@ -183,17 +183,33 @@ class Accumulator:
           `((loss, (aux, model_state)), grads, parts)` of the whole batch, the gradients stacked with `once_over`;
           `parts` says how large the gradients of its parts are, None if that is not wanted.
         """
-        k, dims, once = self.plan.num_microbatches, self.grad_dims, self.plan.once_over
+        k, once = self.plan.num_microbatches, self.plan.once_over
         if k == 1 and not once:
             (loss, (aux, model_state, *_)), grads = grad_fn(*inputs)
             return (loss, (aux, model_state)), grads, None
-        parts, shardings = self.parts(inputs.batch), [named(self.mesh, d) for d in self.grad_dims]
+        parts, num_devices = self.parts(inputs.batch), axis_size(self.mesh, once)
         mapped = self.mapped(grad_fn, parts) if once else grad_fn
-        num_devices = axis_size(self.mesh, once)
 
         def grads_of(part: PyTree, key: jax.Array, model_state: PyTree, *sums: list[jax.Array]) -> Any:
             keys = jax.random.split(key, num_devices) if once else key
             return mapped(inputs.params, model_state, part, keys, inputs.frozen, *sums)
+
+        of_parts = self.of_microbatches if k > 1 else self.of_devices
+        (losses, weights, auxes, squares), grads, model_state = of_parts(grads_of, inputs, parts)
+        loss = mean(losses, weights if self.by_weight else None)
+        aux = self.aux.combine(auxes, self.joined, lead=2 if once else 1)
+        if squares is None:
+            return (loss, (aux, model_state)), grads, None
+        weights = jnp.ones(losses.shape) if weights is None else weights
+        return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights, has_weight=not self.by_weight)
+
+    def of_microbatches(self, grads_of: Callable[..., Any], inputs: GradInputs, parts: PyTree) -> Any:
+        """Returns losses, weights, aux and squares of gradients of microbatches, the mean gradients, and model state.
+
+        `grads_of` takes a part, its key and its model state, and with `adds_in_place` the sums before.
+        """
+        dims, once = self.grad_dims, self.plan.once_over
+        shardings, k = [named(self.mesh, d) for d in dims], self.plan.num_microbatches
 
         def pin(arrays: list[jax.Array]) -> list[jax.Array]:
             return [lax.with_sharding_constraint(x, s) for x, s in zip(arrays, shardings, strict=True)]
@@ -218,28 +234,23 @@ class Accumulator:
             # Without the pin XLA would choose how the sums are sharded that the loop carries.
             return (pin(sums), model_state), (loss, weight, aux, squares)
 
-        squares: Any = None
-        if k > 1:
-            shape = lambda p: (num_devices, *p.shape) if once else p.shape  # noqa: E731
-            zeros = pin([jnp.zeros(shape(p), wide(p.dtype)) for p in inputs.params])
-            # Scalars have no dim of microbatches. A list: a batch's class may check its leaves, which None is not.
-            xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
-            carry, (losses, weights, auxes, squares) = lax.scan(body, (zeros, inputs.model_state), xs)
-            total, (sums, model_state) = self.total_of_grads(losses, weights), carry
-            grads = [_divided(s, total) for s in sums]
-        else:
-            part, model_state = jax.tree.map(lambda x: x[0] if x.ndim else x, parts), inputs.model_state
-            (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
-            squares = shard_squares(grads, dims, mesh=self.mesh) if self.has_noise else None
-            total, factor = self.total_of_grads(losses, weights), weights if self.by_weight else None
-            grads = [_weighed_share(g, factor, total) for g in grads]
-            auxes = jax.tree.map(lambda x: x[None], auxes)  # as of a scan over one microbatch
-        loss = mean(losses, weights if self.by_weight else None)
-        aux = self.aux.combine(auxes, self.joined, lead=2 if once else 1)
-        if squares is None:
-            return (loss, (aux, model_state)), grads, None
-        weights = jnp.ones(losses.shape) if weights is None else weights
-        return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights, has_weight=not self.by_weight)
+        lead = (axis_size(self.mesh, once),) if once else ()
+        zeros = pin([jnp.zeros((*lead, *p.shape), wide(p.dtype)) for p in inputs.params])
+        # Scalars have no dim of microbatches. A list: a batch's class may check its leaves, which None is not.
+        xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
+        (sums, model_state), made = lax.scan(body, (zeros, inputs.model_state), xs)
+        losses, weights, *_ = made
+        total = self.total_of_grads(losses, weights)
+        return made, [_divided(s, total) for s in sums], model_state
+
+    def of_devices(self, grads_of: Callable[..., Any], inputs: GradInputs, parts: PyTree) -> Any:
+        """Returns what `of_microbatches` does, of the one microbatch that each device of `once_over` has."""
+        part, model_state = jax.tree.map(lambda x: x[0] if x.ndim else x, parts), inputs.model_state
+        (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
+        squares = shard_squares(grads, self.grad_dims, mesh=self.mesh) if self.has_noise else None
+        total, factor = self.total_of_grads(losses, weights), weights if self.by_weight else None
+        auxes = jax.tree.map(lambda x: x[None], auxes)  # as of a scan over one microbatch
+        return (losses, weights, auxes, squares), [_weighed_share(g, factor, total) for g in grads], model_state
 
     def total_of_grads(self, losses: jax.Array, weights: jax.Array | None) -> Any:
         """Returns what the sum of gradients is divided by.

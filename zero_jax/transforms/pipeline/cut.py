@@ -218,7 +218,8 @@ def find_loops(
             of_one_shape = {i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1}
             are_again = [not jaxprs.is_literal(x) and x in again for x in eqn.invars]
             have_gradient = [var in with_gradient for var in eqn.outvars]
-            roles = _roles(compared, pair, (inputs, of_one_shape, are_again, have_gradient), comparison)
+            known = inputs, of_one_shape, are_again, have_gradient
+            roles = _roles(compared, pair, known, comparison, keeps_whole=stages.schedule.is_interleaved)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
@@ -296,6 +297,8 @@ def _roles(
     pair: Pair,
     known: tuple[Sequence[Relation], Collection[int], Sequence[bool], Sequence[bool]],
     comparison: TraceComparison,
+    *,
+    keeps_whole: bool,
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results.
 
@@ -306,7 +309,7 @@ def _roles(
     inputs, of_one_shape, are_again, have_gradient = known
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
-    operands = comparison.run(whole, part, inputs)
+    operands = comparison.run(whole, part, inputs, keeps_whole=keeps_whole)
     sizes = sizes_of(inputs, *compared)
     for i, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
         if operands[i].is_plain:

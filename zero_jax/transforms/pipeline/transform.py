@@ -130,9 +130,9 @@ class PipelinedProgram(LossProgram):
         traces = [layers_outside(x.closed, num_params) for x in programs]
         # 1F1B derives the losses of microbatches, of which that of the batch is any function.
         is_1f1b = self.stages.schedule.is_interleaved
-        comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b, keeps_whole=is_1f1b)
+        comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b)
         # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
-        traces, ends = comparison.in_blocks(traces, relations)
+        traces, ends = comparison.in_blocks(traces, relations, keeps_whole=is_1f1b)
         whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if is_1f1b:

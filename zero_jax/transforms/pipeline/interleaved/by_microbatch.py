@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import read_for
-from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
+from zero_jax.program.evaluation import evaluate, evaluate_equations, trace_flat, values_of
 from zero_jax.program.subcalls import scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
@@ -48,6 +48,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
+    of_loss = read_for(whole.outvars[:1], whole.eqns)
+    loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in of_loss for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
     inside = [traces.traced(x, own, [*shared, *examples], end.results, alone=True) for x in each]
@@ -81,6 +83,27 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
     return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
+
+
+def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
+    """Returns the closed jaxpr of a layer whose results have a gradient only where the loss, by flags, is made of them.
+
+    Of the others each stage would have derivatives times zero, which may be infinite: those of a root at zero.
+    """
+    jaxpr, consts = jaxprs.open_jaxpr(loop.layer)
+    carry = jaxpr.invars[1 + len(loop.consts) :][: len(loop.carry)]
+    count, flags = -1, [*flags]
+    while sum(flags) > count:  # the next layer may make what the loss is made of, of what this one carries
+        count = sum(flags)
+        results = (x for x, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not jaxprs.is_literal(x))
+        read = read_for(results, jaxpr.eqns)
+        flags[: len(carry)] = [flag or x in read for flag, x in zip(flags, carry, strict=False)]
+
+    def run(*values: Any) -> list[Any]:
+        results = evaluate(jaxpr, consts, values)
+        return [x if flag else lax.stop_gradient(x) for x, flag in zip(results, flags, strict=True)]
+
+    return loop.layer if all(flags) else trace_flat(run, [var.aval for var in jaxpr.invars])
 
 
 def run_1f1b(

@@ -132,7 +132,6 @@ class LossTraces:
         moves = (eqn for eqn in eqns if eqn.primitive.name in SHAPES | COPIES)
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
-        comparison.keeps_whole = False  # from here on what is given has no mark of the params that it is made of
         # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
         loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and with_gradient.isdisjoint(eqn.outvars))
         others = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
@@ -156,7 +155,7 @@ class LossTraces:
         made = [x for eqn in self.whole.eqns for x in eqn.outvars if x not in self.after]
         made = [x for x in made if type(x).__name__ != "DropVar"]  # which is no result of a jaxpr
         whole, part = (jaxprs.with_results(each.closed, [each.variables[x] for x in made]) for each in self.compared)
-        found = dict(zip(made, self.comparison.run(whole, part, self.inputs), strict=True))
+        found = dict(zip(made, self.comparison.run(whole, part, self.inputs, keeps_whole=True), strict=True))
         return found | self.constants() | dict(zip(self.whole.invars, self.inputs, strict=True))
 
     def constants(self) -> dict[Any, Relation]:

@@ -8,18 +8,21 @@ its rows (each device then looks up what it has, and XLA sums over those axes) o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.program.jaxprs import bind, bind_mapped
+from zero_jax.program.jaxprs import bind
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, move_steps, named, without
 from zero_jax.sharding.spec import num_shards as num_shards_of
 from zero_jax.transforms.gather.per_device import split_dim
+from zero_jax.transforms.weight_grads import product, summed_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +75,13 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
     )
 
 
-def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_unsharded: bool) -> jax.Array:
+def move_rows(
+    eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_unsharded: bool, is_wide: bool
+) -> jax.Array:
     """Looks all indices up in each device's share of the features, then turns features into examples by all-to-alls.
 
-    The indices are sharded over examples. Of a table that is `stored_unsharded` only the gradient is sharded.
+    The indices are sharded over examples. Of a table that is `stored_unsharded` only the gradient is sharded. If
+    `is_wide`, a device sums the gradient of its share in float32.
     """
     assert plan.feature is not None
     mesh, data, replica = plan.mesh, plan.axes.data, plan.axes.replica
@@ -94,8 +100,10 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
     everywhere = named(mesh, index_dims)
     if stored_unsharded:
         own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
-        return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows)
-    (out,) = bind(eqn, [table, jax.lax.with_sharding_constraint(indices, everywhere)])
+        dtype = wide(table.dtype) if is_wide else table.dtype
+        return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows, dtype=dtype)
+    operands = [table, jax.lax.with_sharding_constraint(indices, everywhere)]
+    out = _looked_up(eqn, *operands) if is_wide else bind(eqn, operands)[0]
     # The backward pass pins examples first, or the sharding of the features spreads through the entire model.
     return reshard(out, forward=Chain(to_rows), backward=Chain(tuple(reversed(to_rows))))
 
@@ -108,6 +116,7 @@ def _look_up_own(
     own: NamedSharding,
     everywhere: NamedSharding,
     to_rows: tuple[NamedSharding, ...],
+    dtype: Any,
 ) -> jax.Array:
     """Looks a device's own indices up in the whole table; its gradient is summed over all indices, feature by feature.
 
@@ -126,18 +135,31 @@ def _look_up_own(
     def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
         all_indices = jax.lax.with_sharding_constraint(indices, everywhere)
         columns = reshard(cotangent, forward=Chain(tuple(reversed(to_rows))), backward=Chain(to_rows))
-        transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], shape)
-        return transpose(columns)[0], None
+        transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], shape.update(dtype=dtype))
+        return transpose(columns.astype(dtype))[0].astype(shape.dtype), None
 
     differentiated = jax.custom_vjp(look_up)
     differentiated.defvjp(forward, backward)
     return differentiated(table, indices)
 
 
-def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array) -> jax.Array:
-    """Looks each device's indices up in its own copy of the whole table; gradients are summed shard by shard."""
+def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array, *, is_wide: bool) -> jax.Array:
+    """Looks each device's indices up in its own copy of the whole table; gradients are summed shard by shard.
+
+    If `is_wide`, a device sums its own in float32 before.
+    """
     split = split_dim(indices, plan.row, copies.shape[0])
-    return bind_mapped(eqn, [copies, split], (0, plan.row), plan.out_row).reshape(eqn.outvars[0].aval.shape)
+    look_up = _looked_up if is_wide else lambda eqn, *operands: bind(eqn, operands)[0]
+    mapped = jax.vmap(functools.partial(look_up, eqn), (0, plan.row), plan.out_row)
+    return mapped(copies, split).reshape(eqn.outvars[0].aval.shape)
+
+
+def _looked_up(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Evaluates a lookup; its gradient is summed in float32, and rounded to the dtype of the table.
+
+    In bfloat16 the sum of some hundred cotangents of one row, as of a token that is often there, stays where it is.
+    """
+    return product(eqn, [table, indices], 0, summed_in(table, wide(table.dtype)))
 
 
 def _to_rows(start: Dims, row: int, data: Sequence[str]) -> list[Dims]:

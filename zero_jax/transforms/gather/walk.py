@@ -254,7 +254,8 @@ class GatherWalk(Walk[GatherFrame]):
             inputs = packed.values_of(arrays)
             if out_dims is None:
                 arrays, dtype = [self.gathered_array(value, pin=pin) for value in inputs], self.options.product_dtype
-                if eqn.primitive.name == "broadcast_in_dim" and is_summed_narrow(eqn, inputs[0].aval, dtype):
+                has_sums = eqn.primitive.name in ("broadcast_in_dim", "gather") and isinstance(inputs[0], Lazy)
+                if has_sums and is_summed_narrow(eqn, inputs[0].aval, dtype):
                     return with_weights(eqn, arrays, {0: self.gathered_array(inputs[0], dtype=dtype)})
                 return jaxprs.bind(eqn, arrays)
             return jaxprs.bind(eqn, [value.built if isinstance(value, Lazy) else value.array for value in inputs])
@@ -377,14 +378,15 @@ class GatherWalk(Walk[GatherFrame]):
         plan = plan_lookup(eqn, table.shard, mesh=mesh, axes=axes, batch_sizes=sizes) if is_shard else None
         if plan is None:
             return self.on_params(eqn, values, frame)
+        is_wide = is_summed_narrow(eqn, table.aval, self.options.product_dtype)
         if plan.feature is None:
             self.notes.gather(table, eqn, "lookup", early=False)
             copies = gathered_copies(self.options, table)
             with gather_scope(table.path):
-                return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
-        array, stored_unsharded = table.built, is_unsharded(self.options, table)
+                return [Value(move_table(eqn, plan, copies, indices.array, is_wide=is_wide), params_only=False)]
+        array, stored = table.built, is_unsharded(self.options, table)
         with gather_scope(table.path):
-            rows = move_rows(eqn, plan, array, indices.array, stored_unsharded=stored_unsharded)
+            rows = move_rows(eqn, plan, array, indices.array, stored_unsharded=stored, is_wide=is_wide)
         return [Value(rows, params_only=False)]
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import reference
 from reference import assert_close, make_config, run_zero
 
@@ -137,3 +138,26 @@ def assert_form_of_one_device(loss_fn, pipeline, num_microbatches, num_layers):
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
     assert_step_of_one_device(loss_fn, params, batch, **fields)
+
+
+def form_tests(forms, *, trained_elsewhere=()):
+    """Returns the tests of losses with layers in forms of their own: that they are stages, and train as one device.
+
+    `forms` has the arguments of `assert_stages` for each loss; those that are `trained_elsewhere` have further tests.
+    """
+
+    @pytest.mark.parametrize("loss_fn", forms)
+    @pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
+    def are_stages(loss_fn):
+        assert_stages(loss_fn, *forms[loss_fn])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("loss_fn", [x for x in forms if x not in trained_elsewhere])
+    @pytest.mark.filterwarnings(
+        "ignore:gradients are summed across devices in every tick of the pipeline, not once a step"
+    )
+    @pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
+    def train_as_one_device(loss_fn):
+        assert_form_of_one_device(loss_fn, *forms[loss_fn])
+
+    return are_stages, train_as_one_device

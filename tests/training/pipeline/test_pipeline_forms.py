@@ -11,10 +11,9 @@ from pipeline_cases import (
     FLOAT32,
     LAYERS,
     VOCAB,
-    assert_form_of_one_device,
-    assert_stages,
     assert_step_of_one_device,
     by_experts,
+    form_tests,
     init_params,
     make_batches,
     optimizer,
@@ -231,20 +230,9 @@ FORMS = {
 }
 # They train in tests of their own, at more stages.
 OF_OWN_TESTS = {of_one_set, of_one_set_in_a_loop, with_an_encoder}
-
-
-@pytest.mark.parametrize("loss_fn", FORMS)
-@pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
-def test_layers_in_other_forms_are_stages(loss_fn):
-    assert_stages(loss_fn, *FORMS[loss_fn])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", [x for x in FORMS if x not in OF_OWN_TESTS])
-@pytest.mark.filterwarnings("ignore:gradients are summed across devices in every tick of the pipeline, not once a step")
-@pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
-def test_layers_in_other_forms_train_as_one_device(loss_fn):
-    assert_form_of_one_device(loss_fn, *FORMS[loss_fn])
+test_layers_in_other_forms_are_stages, test_layers_in_other_forms_train_as_one_device = form_tests(
+    FORMS, trained_elsewhere=OF_OWN_TESTS
+)
 
 
 @pytest.mark.slow

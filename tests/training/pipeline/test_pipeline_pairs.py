@@ -12,8 +12,7 @@ from pipeline_cases import (
     LAYERS,
     LENGTH,
     VOCAB,
-    assert_form_of_one_device,
-    assert_stages,
+    form_tests,
     init_params,
     lowered,
     make_batches,
@@ -63,20 +62,7 @@ FORMS = {
     of_pairs: ("1f1b", 4, [LAYERS]),
     of_two_views: ("gpipe", 4, [LAYERS]),
 }
-
-
-@pytest.mark.parametrize("loss_fn", FORMS)
-@pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
-def test_layers_in_other_forms_are_stages(loss_fn):
-    assert_stages(loss_fn, *FORMS[loss_fn])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", FORMS)
-@pytest.mark.filterwarnings("ignore:gradients are summed across devices in every tick of the pipeline, not once a step")
-@pytest.mark.filterwarnings("ignore:pipe. blocks? .* of . of a Python loop, at .*test_pipeline")
-def test_layers_in_other_forms_train_as_one_device(loss_fn):
-    assert_form_of_one_device(loss_fn, *FORMS[loss_fn])
+test_layers_in_other_forms_are_stages, test_layers_in_other_forms_train_as_one_device = form_tests(FORMS)
 
 
 @functools.cache

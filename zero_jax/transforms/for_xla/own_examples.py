@@ -54,6 +54,16 @@ def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> Loss
     return LossProgram.of(loss_fn).then(owned)
 
 
+def by_device(
+    eqn: Any, values: Sequence[Any], dims: Sequence[int], results: Sequence[int], *, mesh: Mesh, over: Sequence[str]
+) -> Sequence[Any]:
+    """Evaluates an operation on each device's own examples, which are along a dim of each operand and each result."""
+    in_specs, out_specs = (tuple(PartitionSpec(*[None] * dim, over) for dim in x) for x in (dims, results))
+    with source_context(eqn):
+        own = lambda *xs: tuple(bind(eqn, xs))  # noqa: E731
+        return jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*values)
+
+
 class _Owned(Examples):
     """Finds in `dims`, by `id`, along which dim the examples are in the operand of some primitives, and the results."""
 
@@ -145,12 +155,8 @@ class _OwnOperations(_Own):
         return super().changes(eqn) and subcall(eqn) is None
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        spec = PartitionSpec(*[None] * self.dims[id(eqn)], self.axes)
-        with source_context(eqn):
-            own = jax.shard_map(
-                lambda x: bind(eqn, [x]), mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
-            )
-            return own(*values)
+        dim = self.dims[id(eqn)]
+        return by_device(eqn, values, [dim], [dim] * len(eqn.outvars), mesh=self.mesh, over=self.axes)
 
 
 class _OwnLoops(_Own):

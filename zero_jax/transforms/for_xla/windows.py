@@ -19,15 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax.dims import ELEMENTWISE
 from zero_jax.program.dataflow import Dependence
-from zero_jax.program.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
+from zero_jax.transforms.for_xla.own_examples import by_device
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
 _WRITES = frozenset("scatter scatter-mul scatter-min scatter-max".split())  # the gradient of a sum is right
@@ -81,7 +82,7 @@ class _Windows(Rewriting):
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         if self.is_mapped(eqn):
-            return [self.mapped(eqn, *values)]
+            return self.mapped(eqn, *values)
         windows = self.windows(eqn)
         values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
         return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
@@ -119,19 +120,15 @@ class _Windows(Rewriting):
         is_cut = self.num_shards > 1 and groups % self.num_shards == 0
         return is_cut and any(size > 1 and groups % size == 0 for size in self.sizes)
 
-    def mapped(self, eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def mapped(self, eqn: Any, x: jax.Array, kernel: jax.Array) -> Sequence[Any]:
         """Evaluates a convolution with each device's own groups on it."""
         numbers, counts = eqn.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
         params = eqn.params | {n: eqn.params[n] // self.num_shards for n in counts if eqn.params[n] > 1}
         # `jax.vmap` merges the examples into the features of the operand, or with batch groups into its batch, and into
         # the features out of the kernel and of the result.
         of_operand = numbers.lhs_spec[1 if eqn.params["batch_group_count"] == 1 else 0]
-        dims = of_operand, numbers.rhs_spec[0], numbers.out_spec[1]
-        *in_specs, out_specs = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
-        own = functools.partial(bind_primitive, eqn.primitive, params)
-        with source_context(eqn):
-            run = jax.shard_map(own, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
-            return run(x, kernel)
+        dims, results, own = [of_operand, numbers.rhs_spec[0]], [numbers.out_spec[1]], eqn.replace(params=params)
+        return by_device(own, [x, kernel], dims, results, mesh=self.mesh, over=self.batch_axes)
 
 
 def _written_at_one_place(eqn: Any) -> set[int]:

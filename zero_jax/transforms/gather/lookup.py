@@ -102,8 +102,7 @@ def move_rows(
         own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
         dtype = wide(table.dtype) if is_wide else table.dtype
         return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows, dtype=dtype)
-    operands = [table, jax.lax.with_sharding_constraint(indices, everywhere)]
-    out = _looked_up(eqn, *operands) if is_wide else bind(eqn, operands)[0]
+    out = _looked_up(eqn, table, jax.lax.with_sharding_constraint(indices, everywhere), is_wide=is_wide)
     # The backward pass pins examples first, or the sharding of the features spreads through the entire model.
     return reshard(out, forward=Chain(to_rows), backward=Chain(tuple(reversed(to_rows))))
 
@@ -149,16 +148,17 @@ def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array
     If `is_wide`, a device sums its own in float32 before.
     """
     split = split_dim(indices, plan.row, copies.shape[0])
-    look_up = _looked_up if is_wide else lambda eqn, *operands: bind(eqn, operands)[0]
-    mapped = jax.vmap(functools.partial(look_up, eqn), (0, plan.row), plan.out_row)
+    mapped = jax.vmap(functools.partial(_looked_up, eqn, is_wide=is_wide), (0, plan.row), plan.out_row)
     return mapped(copies, split).reshape(eqn.outvars[0].aval.shape)
 
 
-def _looked_up(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Evaluates a lookup; its gradient is summed in float32, and rounded to the dtype of the table.
+def _looked_up(eqn: Any, table: jax.Array, indices: jax.Array, *, is_wide: bool) -> jax.Array:
+    """Evaluates a lookup; if `is_wide`, its gradient is summed in float32, and rounded to the dtype of the table.
 
     In bfloat16 the sum of some hundred cotangents of one row, as of a token that is often there, stays where it is.
     """
+    if not is_wide:
+        return bind(eqn, [table, indices])[0]
     return product(eqn, [table, indices], 0, summed_in(table, wide(table.dtype)))
 
 

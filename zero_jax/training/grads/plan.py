@@ -59,6 +59,11 @@ class GradPlan:
         return self.batch_axes if self.at_use or not self.once_over else self.once_over
 
     @property
+    def is_vmapped(self) -> bool:
+        """Whether `jax.vmap` maps the loss over devices."""
+        return self.map_by == "vmap" and bool(self.once_over or self.at_use)
+
+    @property
     def is_exact(self) -> bool:
         """Whether parts have to give what the whole batch does, aux and random numbers too: nothing asked for them."""
         return bool(self.once_over) and not self.is_per_device and not self.coded_over

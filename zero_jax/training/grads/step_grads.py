@@ -119,9 +119,8 @@ class _ScaledLoss:
             check_unchanged(self.model_state, model_state_changes(loss.fused, *self.arguments))
         # A `JudgedLoss`, if it is called on parts of the batch
         self.judged: Any = judge(loss, self.arguments) if self.placement.grad_plan.takes_parts else None
-        plan = None if self.judged is None else self.judged.plan
-        is_mapped = plan is not None and plan.map_by == "vmap" and bool(plan.once_over or plan.at_use)
-        self.program = loss.to_place(None if self.judged is None else self.judged.program, mapped=is_mapped)
+        judged = self.judged
+        self.program = loss.to_place(judged.program, mapped=judged.plan.is_vmapped) if judged else loss.to_place()
         shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
         free = [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
         pairs = zip(self.leaves, self.has_grad, strict=True)

@@ -92,8 +92,14 @@ def by_hand(job: Job, *, on_phase: Callable[[str], None]) -> StepFigures:
         return loss_fn(compute, batch), None
 
     step = make_step(
-        cast_loss, job.tx, params=shardings, sharded=shardings, opt_state=opt_shardings, pin=True, dtype=jnp.bfloat16,
-        skip_nonfinite=True
+        cast_loss,
+        job.tx,
+        params=shardings,
+        sharded=shardings,
+        opt_state=opt_shardings,
+        pin=True,
+        dtype=jnp.bfloat16,
+        skip_nonfinite=True,
     )
     on_phase("lowering")
     lowered = step.lower(params, opt_state, batch)
@@ -132,7 +138,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help="their names; all by default")
     args = parser.parse_args()
     models = resolve("file", f"{args.file}:MODELS")
-    print("| model | sent | by hand | ratio | memory | by hand | ratio | step | by hand | ratio |\n" + "| --- " * 10 + "|")
+    print(f"| model |{' | '.join(f' {head} | by hand | ratio' for head in ('sent', 'memory', 'step'))} |")
+    print("| --- " * 10 + "|")
     for name in args.models or models:
         loss_fn, init_fn, batch = models[name]
         job = Job(loss_fn=loss_fn, init_fn=init_fn, tx=TX, batch=batch, config=CONFIG, topology=args.topology)

@@ -119,10 +119,12 @@ def resnet(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 def graph(params: Any, batch: tuple[jax.Array, ...]) -> jax.Array:
     """Messages along the edges of each example's graph, summed by `segment_sum`."""
     nodes, source, target = batch
+
+    def sums(w, x, i, j):
+        return jax.ops.segment_sum(jax.nn.relu(jnp.concatenate([x[i], x[j]], -1) @ w["message"]), j, len(x))
+
     for w in params:
-        messages = jax.vmap(lambda x, i, j, w=w: jax.nn.relu(jnp.concatenate([x[i], x[j]], -1) @ w["message"]))
-        sums = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, nodes.shape[1]))(messages(nodes, source, target), target)
-        nodes = nodes + norm(sums) @ w["update"]
+        nodes = nodes + norm(jax.vmap(sums, (None, 0, 0, 0))(w, nodes, source, target)) @ w["update"]
     return jnp.square(nodes.mean(1).astype(jnp.float32)).mean()
 
 

@@ -20,9 +20,8 @@ import jax
 from jax import lax
 from jax.interpreters import ad, batching
 
-from zero_jax.dims import ELEMENTWISE, REDUCTIONS, SHAPES, is_float, moves_elements
+from zero_jax.dims import ELEMENTWISE, REDUCTIONS, SHAPES, is_float, is_made_of, moves_elements
 from zero_jax.program import jaxprs
-from zero_jax.program.subcalls import equations_of, subcall
 from zero_jax.program.walk import Packed
 from zero_jax.transforms.blocks import find_blocks
 from zero_jax.transforms.eqn_sequence import EqnSequence
@@ -91,7 +90,7 @@ class Ordering:
         """
         place = bisect.bisect_left(sequence.eqns, index)
         cut, least_bytes = index, sequence.crossing[place]
-        while place and _is_cheap(self.jaxpr.eqns[sequence.eqns[place - 1]]):
+        while place and is_made_of(self.jaxpr.eqns[sequence.eqns[place - 1]], _CHEAP):
             place -= 1
             if sequence.crossing[place] <= least_bytes:
                 cut, least_bytes = sequence.eqns[place], sequence.crossing[place]
@@ -163,16 +162,8 @@ class Ordering:
         return None if value.dims is None else value.as_root()  # a shard, built now, is an array of its own
 
 
+# What XLA computes where it is read: activation functions and norms.
 _CHEAP = ELEMENTWISE | SHAPES | REDUCTIONS | {"broadcast_in_dim"}
-
-
-def _is_cheap(eqn: Any) -> bool:
-    """Tells whether XLA computes an equation where its results are read, as it does activation functions and norms."""
-    calls = "call", "custom_jvp"
-    return all(
-        each.primitive.name in _CHEAP or ((sub := subcall(each)) is not None and sub.kind in calls)
-        for each in equations_of(eqn)
-    )
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

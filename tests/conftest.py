@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# The programs are tiny, and compiling them is what takes the time: half of it without LLVM's optimizations, half of the
-# rest with the emitters of old, one piece of code and XLA's preset for this. The newest releases have only the new
-# emitters. With ZERO_JAX_TESTS_OPTIMIZED=1 programs are compiled as for users: CI runs the parity tests so, too.
+# The programs are tiny, and compiling them is what takes the time: half of it without LLVM's optimizations, and half of
+# the rest with the emitters of old and one piece of code. The newest releases have only the new emitters. With
+# ZERO_JAX_TESTS_OPTIMIZED=1 programs are compiled as users compile them: CI runs the parity tests so, too.
 _is_fast = os.environ.get("ZERO_JAX_TESTS_OPTIMIZED") != "1"
+_flags = ["--xla_backend_optimization_level=0"] if _is_fast else []
 # On a busy machine, simulated devices may reach a collective further apart than the 40 s after which XLA aborts.
-_flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
-if _is_fast:
-    _flags += ["--xla_backend_optimization_level=0", "--xla_cpu_opt_preset=FAST_COMPILE"]
-    _flags += ["--xla_cpu_parallel_codegen_split_count=1"]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_llvm_disable_expensive_passes=true"]
+_flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
+if _is_fast and importlib.metadata.version("jaxlib").startswith("0.10."):
+    _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    _flags += ["--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 # On few cores XLA has a thread for each device, and a device may wait in several collectives (docs/xla_faults.md).
 os.environ.setdefault("NPROC", "32")

@@ -69,7 +69,8 @@ def gather(size):
     shardings = jax.tree.map(lambda x: x.sharding, make().params)
     loss = zero.gather_on_use(loss_fn, shardings, mesh=MESH)
     batch = {"x": jax.ShapeDtypeStruct((size, 16), np.float32)}
-    later(lambda: jax.eval_shape(loss, params=jax.eval_shape(init, jax.random.key(0)), batch=batch))
+    call = lambda params, batch: loss(params, batch=batch)  # noqa: E731
+    later(lambda: jax.eval_shape(call, jax.eval_shape(init, jax.random.key(0)), batch))
 
 
 def later(what):

@@ -54,7 +54,8 @@ from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 from zero_jax.transforms.weight_grads import is_narrower
 
 
-_NUM_COMPARED = collections.Counter[str]()  # functions that were transformed, by their places
+# By the place of a function, the shapes that it was traced for so far
+_SHAPES_SEEN: dict[str, set[str]] = collections.defaultdict(set)
 
 
 def gather_on_use(
@@ -125,17 +126,17 @@ def _compared(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     A batch that each process makes of its own examples has no size in common, and nothing else compares it.
     """
     name, processes = place_of(fn), {device.process_index for device in mesh.devices.flat}
-    _NUM_COMPARED[name] += 1
-    number, seen = _NUM_COMPARED[name], set[str]()
+    seen = _SHAPES_SEEN[name]
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = leaves_by_name({**dict(enumerate(args[1:], 1)), **kwargs}).items()
-        shapes = ", ".join(f"argument {path} {jax.typeof(x).str_short()}" for path, x in leaves)
+        leaves = leaves_by_name({**{str(i): x for i, x in enumerate(args[1:], 1)}, **kwargs}).items()
+        arrays = (f"argument {path} {jax.typeof(x).str_short()}" for path, x in leaves if isinstance(x, jax.Array))
+        shapes = ", ".join(arrays)
         if shapes not in seen:
             seen.add(shapes)
             # The first shapes are compared with the first elsewhere, the second with the second.
-            others = values_elsewhere(f"{name}, {number}, {len(seen)}", shapes)
+            others = values_elsewhere(f"shapes {len(seen)} of {name}", shapes)
             if differing := by_value({p: x for p, x in others.items() if p in processes and x != shapes}):
                 warnings.warn(
                     f"process {jax.process_index()} calls {name} with {shapes}, and not {differing}: give each process "

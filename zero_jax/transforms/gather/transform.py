@@ -53,7 +53,6 @@ from zero_jax.transforms.gather.sorted_rows import sorted_by_device
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 from zero_jax.transforms.weight_grads import is_narrower
 
-
 # By the place of a function, the shapes that it was traced for so far
 _SHAPES_SEEN: dict[str, set[str]] = collections.defaultdict(set)
 

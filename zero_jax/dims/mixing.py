@@ -146,7 +146,7 @@ class Examples(Dataflow[State]):
 
     def note_chunks(self, eqn: Any, state: State) -> None:
         """Notes a reshape that splits the dim of the examples in two, and values of it element by element."""
-        if len(eqn.outvars) != 1:
+        if len(eqn.outvars) != 1 or not (self.chunks or eqn.primitive.name == "reshape"):
             return
         (made,), shape = eqn.outvars, eqn.outvars[0].aval.shape
         self.chunks.pop(made, None)
@@ -216,10 +216,10 @@ class Examples(Dataflow[State]):
 
     def placed_anew(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns that examples which are no longer where their shards are, as half of them, are a batch of so many."""
-        operand, known, shapes = operands[0], dim_map(eqn), [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
-        if not (self.row_sizes and isinstance(operand, int)) or known.block((0, operand)) is not None:
+        dim = operand = operands[0]
+        if not (self.row_sizes and isinstance(operand, int)) or dim_map(eqn).block((0, operand)) is not None:
             return None
-        dim = operand
+        shapes = [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
         if eqn.primitive.name == "reshape":  # they are behind others in a run of dims that are merged
             runs = (after for before, after in reshape_groups(*shapes) if dim in before)
             targets = [i for after in runs for i in after if shapes[1][i] > 1]

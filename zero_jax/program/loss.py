@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -104,16 +104,19 @@ class LossProgram:
 
     def trace(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, *map(_described, leaves)
+        if self.before is not None:
+            before = key = self.before.trace(*args)
+        else:
+            leaves, tree = jax.tree.flatten(args)
+            before, key = None, (tree, *map(_described, leaves))
         if key not in self.traces:
-            self.traces[key] = self.made(*args)
+            self.traces[key] = self.made(before, *args)
         return self.traces[key]
 
-    def made(self, *args: Any) -> Traced:
-        """Returns the program for arguments of these shapes, made anew."""
-        if self.before is not None and self.last is not None:
-            return self.last(self.before.trace(*args))
+    def made(self, before: Traced | None, *args: Any) -> Traced:
+        """Returns the program for arguments of these shapes, made anew of the program before the last pass."""
+        if before is not None and self.last is not None:
+            return self.last(before)
         closed, out_shape = jax.make_jaxpr(self.fn, return_shape=True)(*jax.tree.map(_used, args))
         return Traced(closed, jax.tree.structure(args[0]), out_shape)
 
@@ -142,6 +145,26 @@ def with_pass(fn: Callable[..., Any], last: Pass, context: _Context = contextlib
             return last(traced).result([*jax.tree.leaves(params), *arrays])
 
     return transformed
+
+
+def pass_of(primitives: Collection[str]) -> Callable[[Callable[..., Traced]], Callable[..., LossProgram]]:
+    """Returns a decorator that makes a pass `change(traced, **options)` a transform of loss functions.
+
+    A program with none of these primitives, but in a `jax.shard_map`, stays as it is: the pass does not run on it.
+    """
+
+    def decorate(change: Callable[..., Traced]) -> Callable[..., LossProgram]:
+        @functools.wraps(change)
+        def transform(loss_fn: Callable[..., Any], **options: Any) -> LossProgram:
+            def last(traced: Traced) -> Traced:
+                is_left = traced.primitives.isdisjoint(primitives)
+                return traced.rewritten(traced.closed) if is_left else change(traced, **options)
+
+            return LossProgram.of(loss_fn).then(last)
+
+        return transform
+
+    return decorate
 
 
 def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> tuple[Traced, list[jax.Array]]:

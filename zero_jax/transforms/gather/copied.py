@@ -96,11 +96,16 @@ class ByDevice:
 
     def grown_params(self, facts: Facts, values: Sequence[Any]) -> set[int]:
         """Returns the inputs of a jaxpr that are params of which only larger values are made, for examples to use."""
-        larger, others, sizes = list[tuple[set[int], int]](), set[int](), _sizes(facts)
+        larger, others = list[tuple[set[int], int]](), set[int]()
         params_of = lambda var: {i for i in facts.origins[var].params if isinstance(values[i], Lazy)}  # noqa: E731
-        for var in {var for index in facts.uses for var in facts.reads[index] if var in facts.origins}:
-            params, size = params_of(var), _size(var, sizes)
-            if params and is_float(var.aval) and size >= _TIMES * sum(values[i].aval.size for i in params):
+        used = [(var, params_of(var)) for var in {var for i in facts.uses for var in facts.reads[i]} & {*facts.origins}]
+        least = {var: _TIMES * sum(values[i].aval.size for i in params) for var, params in used if params}
+        if all(var.aval.size < size for var, size in least.items()):
+            return set()
+        sizes = _sizes(facts)
+        for var, params in used:
+            size = _size(var, sizes)
+            if params and is_float(var.aval) and size >= least[var]:
                 larger.append((params, size))
             else:
                 others |= params

@@ -143,9 +143,9 @@ class RolledProgram(LossProgram):
         self.own, self.num_groups = own, num_groups
         self.why: dict[Traced, str] = {}  # for each program, why its attention is left as the model has it
 
-    def made(self, *args: Any) -> Traced:
+    def made(self, before: Traced, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        layers, why = self.chosen(self.before.trace(*args), self.own.trace(*args))
+        layers, why = self.chosen(before, self.own.trace(*args))
         traced = layers.program()
         self.why[traced] = why
         return traced

@@ -165,11 +165,11 @@ class Examples(Dataflow[State]):
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         """Returns the states of the results of an operation, and notes what it mixes."""
-        if is_contraction(eqn):
+        if is_product := is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
         is_joint = eqn.primitive.name in ELEMENTWISE and FREE in operands and len({*operands}) == 2
-        if is_joint or is_contraction(eqn) or eqn.primitive.name == "sort":
+        if is_joint or is_product or eqn.primitive.name == "sort":
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands

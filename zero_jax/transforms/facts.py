@@ -46,7 +46,7 @@ class Facts:
 
     def kind(self, atom: Any) -> str:
         """Returns `param` for what is made of params and constants alone, `const` for constants, else `value`."""
-        if jaxprs.is_literal(atom):
+        if type(atom) is jaxprs.Literal:
             return "const"
         origin = self.origins.get(atom)
         return "value" if origin is None else "param" if origin.params else "const"

@@ -170,8 +170,7 @@ def _traces_of(tx: Any) -> _OptimizerTraces:
 class TracedUpdate:
     """The trace of an optimizer's update."""
 
-    # The closed jaxpr: of gradients, state, params, the loss, and unclipped gradients if they are clipped, to params and
-    # state
+    # The closed jaxpr, to params and state: of gradients, state, params, the loss, and before-clipping gradients if any
     jaxpr: Any
     updates: Sequence[Any]  # the variables, or literals, of the updates in it
     new_state: PyTree  # the shapes of the state that it returns

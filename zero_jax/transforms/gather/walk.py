@@ -99,7 +99,7 @@ class GatherWalk(Walk[GatherFrame]):
         env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
-            return Value(atom.val, params_only=True) if jaxprs.is_literal(atom) else env[atom]
+            return Value(atom.val, params_only=True) if type(atom) is jaxprs.Literal else env[atom]
 
         def evaluate(index: int) -> None:
             eqn = jaxpr.eqns[index]

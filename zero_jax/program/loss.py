@@ -193,10 +193,10 @@ def _used(x: Any) -> Any:
 
 
 def _described(x: Any) -> Any:
-    """Returns what a trace depends on: shape, dtype, and the mesh and the axes of a sharding."""
+    """Returns what a trace depends on: shape, dtype, and a sharding if it is of the type (no axis is `Auto`)."""
     x = _used(x)
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(getattr(sharding, "mesh", None), "abstract_mesh", None)
-    axes = tuple((i, entry) for i, entry in enumerate(getattr(sharding, "spec", ())) if entry is not None)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), mesh, axes
+    is_typed = mesh is not None and not (mesh.empty or mesh.are_all_axes_auto)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), (mesh, sharding.spec) if is_typed else None

@@ -135,18 +135,27 @@ class JudgedLoss:
 
 
 def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> JudgedLoss:
-    """Judges whether the loss of a step may be called on the parts of a batch that its config asks for.
+    """Judges, once for arguments of some shapes, whether a loss may be called on the parts of a batch asked for.
 
     Raises:
       ValueError: an entry of aux holds PRNG keys; devices have no gradients of their own to send quantized.
     """
-    placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
-    plan, traceable = placement.grad_plan, arguments
-    k = plan.num_microbatches
     try:
-        program.trace(*arguments)
+        traced = loss.program.trace(*arguments)
     except Exception:  # it may be made for microbatches alone; `separability` says so
-        traceable = arguments[0], shapes_of_part(arguments[1], k), arguments[2]
+        batch = shapes_of_part(arguments[1], loss.placement.grad_plan.num_microbatches)
+        return _judged(loss, arguments, (arguments[0], batch, arguments[2]))
+    if traced not in loss.judged:
+        loss.judged[traced] = _judged(loss, arguments, arguments)
+    return loss.judged[traced]
+
+
+def _judged(
+    loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array], traceable: tuple[PyTree, PyTree, jax.Array]
+) -> JudgedLoss:
+    placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
+    plan = placement.grad_plan
+    k = plan.num_microbatches
     reads = reads_of(program, *traceable)
     parts = BatchParts(
         mesh=placement.mesh,

@@ -71,6 +71,7 @@ class StepLoss:
     placement: Placement  # how the state is sharded
     config: ZeroConfig  # the config of the step
     is_nested: bool = False  # whether the step is within a user's function, which may have a `jax.checkpoint`
+    judged: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what `grads.choice.judge` judged, by its trace
 
     @classmethod
     def of(
@@ -86,7 +87,7 @@ class StepLoss:
         return platform_of(self.placement.mesh) == "tpu"
 
     def with_remat(self, remat: Remat) -> StepLoss:
-        """Returns the loss with another remat policy; both share the program."""
+        """Returns the loss with another remat policy; both share the program, and what was judged of it."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
 
     def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:

@@ -75,11 +75,6 @@ class Examples(Dataflow[State]):
         """The `id`s of the products of params with unsharded values."""
         return frozenset(key for key, is_mixed in self.notes.items() if is_mixed)
 
-    @property
-    def may_be_anchored(self) -> bool:
-        """Whether there is a loop, or an operation that mixes examples or follows one that does."""
-        return bool(self.loops) or any(move is not None for move in self.moves.values())
-
     def carries(self, eqn: Any) -> dict[int, int]:
         """Returns the carries of a loop that begin without a dim of examples and then have one, and which."""
         sub, found = subcall(eqn), {}

@@ -100,7 +100,7 @@ class LossProgram:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function; after a pass, evaluates its program."""
-        return self.fn(*args) if self.last is None else self.trace(*args).result(jax.tree.leaves(args))
+        return self.fn(*args) if self.before is None else self.trace(*args).result(jax.tree.leaves(args))
 
     def trace(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
@@ -113,9 +113,9 @@ class LossProgram:
             self.traces[key] = self.made(before, *args)
         return self.traces[key]
 
-    def made(self, before: Traced | None, *args: Any) -> Traced:
+    def made(self, before: Any, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes, made anew of the program before the last pass."""
-        if before is not None and self.last is not None:
+        if self.last is not None:
             return self.last(before)
         closed, out_shape = jax.make_jaxpr(self.fn, return_shape=True)(*jax.tree.map(_used, args))
         return Traced(closed, jax.tree.structure(args[0]), out_shape)
@@ -198,5 +198,5 @@ def _described(x: Any) -> Any:
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(getattr(sharding, "mesh", None), "abstract_mesh", None)
-    is_typed = mesh is not None and not (mesh.empty or mesh.are_all_axes_auto)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), (mesh, sharding.spec) if is_typed else None
+    typed = None if mesh is None or mesh.empty or mesh.are_all_axes_auto else (mesh, *getattr(sharding, "spec", ()))
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), typed

@@ -165,11 +165,6 @@ class ZeroConfig:
         """The norm that gradients are clipped to, or None."""
         return None if isinstance(self.clip_norm, str) else self.clip_norm
 
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.norm_limit is not None
-
     def resolved_quantize(self) -> Quantize | None:
         """Returns what is sent quantized.
 

@@ -67,6 +67,11 @@ class Facts:
         return found
 
     @functools.cached_property
+    def used(self) -> set[Any]:
+        """What is made of params and constants alone, and brought together with anything else."""
+        return {var for i in self.uses for var in self.reads[i] if var in self.origins}
+
+    @functools.cached_property
     def last_read(self) -> dict[Any, int]:
         """For each variable the index of its last reader, past the end for what is returned."""
         last = {var: i for i, variables in enumerate(self.reads) for var in variables}

@@ -31,7 +31,7 @@ from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.batch import shapes_of_part
-from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
@@ -79,7 +79,7 @@ class StepLoss:
     ) -> StepLoss:
         """Returns the loss of a step of params, or of `Variables` (arrays or shapes), from a user's loss function."""
         placement = make_placement(variables, mesh=mesh, config=config)
-        return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
+        return cls(LossProgram(user_loss(loss_fn, mesh, placement.axes).named()), placement, config)
 
     @property
     def is_on_tpu(self) -> bool:

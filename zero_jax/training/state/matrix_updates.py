@@ -69,8 +69,7 @@ def matrix_dealings(tx: optax.GradientTransformation, state: TrainState, placeme
 
 def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> list[Dealing]:
     params = placement.precision.for_optimizer(shapes_of(trainable(state.masters)))
-    clips = placement.config.clips
-    traced = trace_update(tx, params, state.opt_state, mesh=placement.mesh, clips=clips)
+    traced = trace_update(tx, params, state.opt_state, mesh=placement.mesh, clip=placement.config.norm_limit)
     program = matrix_program(traced, state, placement)
     return [] if program is None else program.all_dealings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 
-_COLUMN = re.compile(r"(:\d+):\d+")
+# The parts of an expression differ in their columns.
+_without_column = functools.cache(functools.partial(re.compile(r"(:\d+):\d+").sub, r"\1"))
 
 
 def can_be_nested(eqn: Any) -> bool:
@@ -121,8 +123,7 @@ class OrdinaryRuns:
         if index not in self.sources:
             eqn = self.eqns[index]
             is_alone = self.is_other(eqn) or not can_be_nested(eqn)
-            # The parts of an expression differ in their columns.
-            line = "" if is_alone else _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
+            line = "" if is_alone else _without_column(jaxprs.source_line(eqn))
             self.sources[index] = None if is_alone else (eqn.ctx, eqn.source_info.name_stack, line)
         return self.sources[index]
 

@@ -90,8 +90,11 @@ class Ordering:
         """
         place = bisect.bisect_left(sequence.eqns, index)
         cut, least_bytes = index, sequence.crossing[place]
-        while place and _is_elementwise(self.jaxpr.eqns[sequence.eqns[place - 1]]):
+        while place:
             place -= 1
+            eqn = self.jaxpr.eqns[sequence.eqns[place]]
+            if not (eqn.primitive.name in ELEMENTWISE or is_activation(eqn)):
+                break
             if sequence.crossing[place] <= least_bytes:
                 cut, least_bytes = sequence.eqns[place], sequence.crossing[place]
         return cut
@@ -160,10 +163,6 @@ class Ordering:
         if is_own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
             return value
         return None if value.dims is None else value.as_root()  # a shard, built now, is an array of its own
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    return eqn.primitive.name in ELEMENTWISE or is_activation(eqn)
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

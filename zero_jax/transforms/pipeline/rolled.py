@@ -139,7 +139,7 @@ class RolledProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, own: LossProgram, num_groups: int):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.own, self.num_groups = own, num_groups
         self.why: dict[Traced, str] = {}  # for each program, why its attention is left as the model has it
 

@@ -56,7 +56,7 @@ class PipelinedProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, stages: Stages):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.stages, self.order = stages, _order_of_axes(stages.place)
 
     def made(self, before: Traced, *args: Any) -> Traced:

@@ -162,7 +162,7 @@ class CountedProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, how: LossOnParts):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.how = how
 
     def trace(self, *args: Any) -> Traced:

@@ -157,9 +157,11 @@ def _judged(
     plan = placement.grad_plan
     k = plan.num_microbatches
     reads = reads_of(program, *traceable)
+    # A microbatch is cut over these into the smallest parts that the loss is called on.
+    part_axes = plan.batch_axes if plan.at_use or not plan.once_over else plan.once_over
     parts = BatchParts(
         mesh=placement.mesh,
-        axes=dataclasses.replace(placement.axes, replica=(), data=plan.part_axes),
+        axes=dataclasses.replace(placement.axes, replica=(), data=part_axes),
         num_microbatches=k,
         num_shards=axis_size(placement.mesh, plan.batch_axes),
         local=bool(plan.once_over or plan.at_use) and not reads.passes_state,

@@ -137,7 +137,7 @@ class StepLoss:
 
     def why_unfused(self, *arguments: Any) -> str:
         """Says why no attention is fused, for arguments as of `shapes`; empty if some may be."""
-        return "" if self.rolled is None else self.rolled.why_own(*arguments)
+        return "" if self.rolled is None else self.rolled.why[self.rolled.trace(*arguments)]
 
     def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
         """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""

@@ -184,9 +184,8 @@ class TracedUpdate:
     def needed_grads(self) -> list[bool]:
         """Which gradients the optimizer reads: those of frozen params need not even be computed."""
         used = used_inputs(self.jaxpr)
-        clipped = used[: self.num_grads]
-        unclipped = used[len(used) - self.num_grads :] if self.clips else clipped
-        return [a or b for a, b in zip(clipped, unclipped, strict=True)]
+        unclipped = used[len(used) - self.num_grads :] if self.clips else used
+        return [a or b for a, b in zip(used[: self.num_grads], unclipped, strict=False)]
 
     def unchanged(self, needed: Sequence[bool]) -> list[bool]:
         """Tells which params it never changes; one whose gradient is read (`needed`) counts as changed.

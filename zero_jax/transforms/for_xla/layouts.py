@@ -43,8 +43,7 @@ def heads_by_tiles(traced: Traced) -> Traced:
     The result computes the same values and has the same derivatives. Only reshapes between `[..., T, N * H]` and
     `[..., T, N, H]` change, with sizes of an attention's operands, T of whole tiles and H a multiple of 128.
     """
-    heads = _heads(traced.closed)
-    return traced.rewritten(_HeadTiles(heads).rewritten(traced.closed) if heads else traced.closed)
+    return traced.rewritten(_HeadTiles(_heads(traced.closed)).rewritten(traced.closed))
 
 
 def _heads(closed: Any) -> set[tuple[int, ...]]:

@@ -36,11 +36,9 @@ def own_examples(traced: Traced, *, mesh: Mesh, axes: Axes) -> Traced:
     closed, num_shards = traced.closed, axis_size(mesh, axes.batch)
     names = computed_whole(platform_of(mesh)) & traced.primitives
     has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
-    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-    if is_manual or num_shards == 1:
+    if num_shards == 1 or jax.sharding.get_abstract_mesh().manual_axes:  # each device has its own values already
         return traced.rewritten(closed)
-    changes = ((_OwnLoops, has_loops), (_OwnOperations, names))
-    for change in (change for change, needed in changes if needed):
+    for change in [*[_OwnLoops] * has_loops, *[_OwnOperations] * bool(names)]:
         # Anew for operations: in a loop, one is of an example of each device then.
         shapes = [x.aval.shape for x in open_jaxpr(closed)[0].invars[traced.num_params :]]
         found = _Owned(mesh, axes, names, {shape[0] for shape in shapes if shape})

@@ -323,4 +323,4 @@ def _of_stage(walk: Any, loop: LayerLoop) -> tuple[Any, Any]:
             sizes.add(var.aval.shape[role.dim])
             states.append(UNKNOWN if var.aval.shape[role.dim] % num_shards else role.dim)
     layer, examples = anchored(loop.layer, states, mesh=loop.place.mesh, axes=options.axes)
-    return walk.within(options, frozenset(sizes), examples), layer
+    return type(walk)(options, frozenset(sizes), walk.notes, examples), layer

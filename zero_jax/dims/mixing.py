@@ -211,10 +211,10 @@ class Examples(Dataflow[State]):
 
     def placed_anew(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns that examples which are no longer where their shards are, as half of them, are a batch of so many."""
-        dim = operand = operands[0]
+        operand = operands[0]
         if not (self.row_sizes and isinstance(operand, int)) or dim_map(eqn).block((0, operand)) is not None:
             return None
-        shapes = [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
+        dim, shapes = operand, [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
         if eqn.primitive.name == "reshape":  # they are behind others in a run of dims that are merged
             runs = (after for before, after in reshape_groups(*shapes) if dim in before)
             targets = [i for after in runs for i in after if shapes[1][i] > 1]

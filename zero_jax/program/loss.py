@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -139,10 +140,13 @@ def with_pass(fn: Callable[..., Any], last: Pass, context: _Context = contextlib
         return fn.then(last)
 
     @functools.wraps(fn)
-    def transformed(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        if not args:  # params by keyword, whatever the function calls them
+            bound = inspect.signature(fn).bind(**kwargs)
+            args, kwargs = bound.args, bound.kwargs
         with context():
-            traced, arrays = trace_call(fn, params, args, kwargs)
-            return last(traced).result([*jax.tree.leaves(params), *arrays])
+            traced, arrays = trace_call(fn, args[0], args[1:], kwargs)
+            return last(traced).result([*jax.tree.leaves(args[0]), *arrays])
 
     return transformed
 
@@ -193,7 +197,7 @@ def _used(x: Any) -> Any:
 
 
 def _described(x: Any) -> Any:
-    """Returns what a trace depends on: shape, dtype, and a sharding if it is of the type (no axis is `Auto`)."""
+    """Returns what a trace depends on: shape, dtype, and a sharding that is of its type: not all axes are `Auto`."""
     x = _used(x)
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     sharding = getattr(aval, "sharding", None)

@@ -75,11 +75,6 @@ class Examples(Dataflow[State]):
         """The `id`s of the products of params with unsharded values."""
         return frozenset(key for key, is_mixed in self.notes.items() if is_mixed)
 
-    @property
-    def may_be_anchored(self) -> bool:
-        """Whether there is a loop, or an operation that mixes examples or follows one that does."""
-        return bool(self.loops) or any(move is not None for move in self.moves.values())
-
     def carries(self, eqn: Any) -> dict[int, int]:
         """Returns the carries of a loop that begin without a dim of examples and then have one, and which."""
         sub, found = subcall(eqn), {}
@@ -146,7 +141,7 @@ class Examples(Dataflow[State]):
 
     def note_chunks(self, eqn: Any, state: State) -> None:
         """Notes a reshape that splits the dim of the examples in two, and values of it element by element."""
-        if len(eqn.outvars) != 1:
+        if len(eqn.outvars) != 1 or not (self.chunks or eqn.primitive.name == "reshape"):
             return
         (made,), shape = eqn.outvars, eqn.outvars[0].aval.shape
         self.chunks.pop(made, None)
@@ -165,11 +160,11 @@ class Examples(Dataflow[State]):
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         """Returns the states of the results of an operation, and notes what it mixes."""
-        if is_contraction(eqn):
+        if is_product := is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
         is_joint = eqn.primitive.name in ELEMENTWISE and FREE in operands and len({*operands}) == 2
-        if is_joint or is_contraction(eqn) or eqn.primitive.name == "sort":
+        if is_joint or is_product or eqn.primitive.name == "sort":
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
@@ -216,10 +211,10 @@ class Examples(Dataflow[State]):
 
     def placed_anew(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
         """Returns that examples which are no longer where their shards are, as half of them, are a batch of so many."""
-        operand, known, shapes = operands[0], dim_map(eqn), [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
-        if not (self.row_sizes and isinstance(operand, int)) or known.block((0, operand)) is not None:
+        operand = operands[0]
+        if not (self.row_sizes and isinstance(operand, int)) or dim_map(eqn).block((0, operand)) is not None:
             return None
-        dim = operand
+        dim, shapes = operand, [var.aval.shape for var in (eqn.invars[0], *eqn.outvars)]
         if eqn.primitive.name == "reshape":  # they are behind others in a run of dims that are merged
             runs = (after for before, after in reshape_groups(*shapes) if dim in before)
             targets = [i for after in runs for i in after if shapes[1][i] > 1]

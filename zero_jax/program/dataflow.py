@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from zero_jax.program.jaxprs import Literal, open_jaxpr, variables
-from zero_jax.program.subcalls import Subcall, subcall
+from zero_jax.program.subcalls import KINDS, Subcall, subcall
 
 V = TypeVar("V")
 
@@ -67,10 +67,9 @@ class Dataflow(Generic[V]):
 
     def equation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
         """Returns what is known of the results of an equation: of the jaxprs in it, if it enters them."""
-        sub = subcall(eqn)
-        if sub is None or sub.kind not in self.enters:
-            return self.operation(eqn, operands)
-        return self.of_jaxprs(eqn, sub, operands)
+        if eqn.primitive.name in KINDS and (sub := subcall(eqn)) is not None and sub.kind in self.enters:
+            return self.of_jaxprs(eqn, sub, operands)
+        return self.operation(eqn, operands)
 
     def of_jaxprs(self, eqn: Any, sub: Subcall, operands: list[V]) -> Sequence[V]:
         """Returns what is known of the results of an equation from the jaxprs in it."""

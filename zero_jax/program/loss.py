@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -101,20 +101,23 @@ class LossProgram:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function; after a pass, evaluates its program."""
-        return self.fn(*args) if self.last is None else self.trace(*args).result(jax.tree.leaves(args))
+        return self.fn(*args) if self.before is None else self.trace(*args).result(jax.tree.leaves(args))
 
     def trace(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, *map(_described, leaves)
+        if self.before is not None:
+            before = key = self.before.trace(*args)
+        else:
+            leaves, tree = jax.tree.flatten(args)
+            before, key = None, (tree, *map(_described, leaves))
         if key not in self.traces:
-            self.traces[key] = self.made(*args)
+            self.traces[key] = self.made(before, *args)
         return self.traces[key]
 
-    def made(self, *args: Any) -> Traced:
-        """Returns the program for arguments of these shapes, made anew."""
-        if self.before is not None and self.last is not None:
-            return self.last(self.before.trace(*args))
+    def made(self, before: Any, *args: Any) -> Traced:
+        """Returns the program for arguments of these shapes, made anew of the program before the last pass."""
+        if self.last is not None:
+            return self.last(before)
         closed, out_shape = jax.make_jaxpr(self.fn, return_shape=True)(*jax.tree.map(_used, args))
         return Traced(closed, jax.tree.structure(args[0]), out_shape)
 
@@ -148,6 +151,26 @@ def with_pass(fn: Callable[..., Any], last: Pass, context: _Context = contextlib
     return transformed
 
 
+def pass_of(primitives: Collection[str]) -> Callable[[Callable[..., Traced]], Callable[..., LossProgram]]:
+    """Returns a decorator that makes a pass `change(traced, **options)` a transform of loss functions.
+
+    A program with none of these primitives, but in a `jax.shard_map`, stays as it is: the pass does not run on it.
+    """
+
+    def decorate(change: Callable[..., Traced]) -> Callable[..., LossProgram]:
+        @functools.wraps(change)
+        def transform(loss_fn: Callable[..., Any], **options: Any) -> LossProgram:
+            def last(traced: Traced) -> Traced:
+                is_left = traced.primitives.isdisjoint(primitives)
+                return traced.rewritten(traced.closed) if is_left else change(traced, **options)
+
+            return LossProgram.of(loss_fn).then(last)
+
+        return transform
+
+    return decorate
+
+
 def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> tuple[Traced, list[jax.Array]]:
     """Traces `fn(params, *args, **kwargs)`; Python and numpy values stay what they are, as with `jax.grad`.
 
@@ -174,10 +197,10 @@ def _used(x: Any) -> Any:
 
 
 def _described(x: Any) -> Any:
-    """Returns what a trace depends on: shape, dtype, and the mesh and the axes of a sharding."""
+    """Returns what a trace depends on: shape, dtype, and a sharding that is of its type: not all axes are `Auto`."""
     x = _used(x)
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(getattr(sharding, "mesh", None), "abstract_mesh", None)
-    axes = tuple((i, entry) for i, entry in enumerate(getattr(sharding, "spec", ())) if entry is not None)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), mesh, axes
+    typed = None if mesh is None or mesh.empty or mesh.are_all_axes_auto else (mesh, *getattr(sharding, "spec", ()))
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), typed

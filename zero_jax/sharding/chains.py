@@ -92,8 +92,9 @@ def _result(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
 
 
 def _tangent(dot: Any, *, forward: Chain, backward: Chain) -> Any:
-    exact = dataclasses.replace(forward, coding=None)  # codes are steps, without a slope: straight through
-    return dot if isinstance(dot, ad.Zero) else reshard_p.bind(dot, forward=exact, backward=backward)
+    if forward.coding is not None:  # codes are steps, without a slope: straight through
+        forward = dataclasses.replace(forward, coding=None)
+    return dot if isinstance(dot, ad.Zero) else reshard_p.bind(dot, forward=forward, backward=backward)
 
 
 def _transpose(cotangent: Any, x: Any, *, forward: Chain, backward: Chain) -> list[Any]:

@@ -315,7 +315,7 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
     model's axes on the others; any other leaf (counters) is sharded by its own shape. `optax.tree_map_params` gives
     wrong specs for factored states and raises on some optimizers.
     """
-    placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
+    placer, by_path = _Placer(mesh, axes, rules), {x.path: x for x in jax.tree.leaves(placements)}
     place = lambda path, leaf: placer.place_like(path_name(path), leaf, by_path)  # noqa: E731
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -327,7 +327,8 @@ def place_model_state(model_state: PyTree, placements: PyTree, *, mesh: Mesh, ax
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
     """
     names = model_state_names(model_state)
-    placer, by_path = _Placer(mesh, axes, rules, _stacks(model_state, names, axes)), _by_path(placements)
+    placer = _Placer(mesh, axes, rules, _stacks(model_state, names, axes))
+    by_path = {placement.path: placement for placement in jax.tree.leaves(placements)}
     patterns = PathPatterns("param_specs", _model_state_patterns(rules.param_specs))
     patterns.check_matched(names)
     carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
@@ -340,10 +341,6 @@ def place_model_state(model_state: PyTree, placements: PyTree, *, mesh: Mesh, ax
         return placer.place_as(name, leaf, spec) if is_given else placer.place_like(name, leaf, by_path)
 
     return tree.unflatten([place(*leaf) for leaf in zip(names, jax.tree.leaves(model_state), own, strict=True)])
-
-
-def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
-    return {placement.path: placement for placement in jax.tree.leaves(placements)}
 
 
 def _model_state_patterns(specs: PyTree) -> dict[str, Any]:

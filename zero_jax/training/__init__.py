@@ -15,7 +15,7 @@ from zero_jax.training.loss.function import (
     LossFunction,
     MeshLoss,
     key_parameter,
-    normalize_loss,
+    user_loss,
 )
 from zero_jax.training.loss.param_uses import ParamUses
 from zero_jax.training.loss.program import StepLoss, cast_batch

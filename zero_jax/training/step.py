@@ -22,7 +22,7 @@ from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import Metrics, TrainStep, replicated
 from zero_jax.training.grads.norm import GlobalNorm, global_norm
 from zero_jax.training.grads.step_grads import StepGrads, loss_and_grads
-from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.residuals import with_values
 from zero_jax.training.offloaded import OffloadedState, UpdatedState
@@ -76,7 +76,7 @@ def make_train_step(
     axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
     if axes.num_stages(mesh) > 1:
         warn_of_few_threads(mesh)
-    program = _Program(loss_fn=normalize_loss(loss_fn, mesh, axes), tx=tx, mesh=mesh, config=config)
+    program = _Program(loss_fn=user_loss(loss_fn, mesh, axes).named(), tx=tx, mesh=mesh, config=config)
     return TrainStep(program, axes)
 
 
@@ -109,7 +109,7 @@ class _Program:
         masters = placement.precision.for_optimizer(stored)
         trained = trainable(masters)
         # Before the gradients, because those of params that the optimizer freezes are not computed.
-        traced = trace_update(self.tx, trained, state.opt_state, mesh=self.mesh)
+        traced = trace_update(self.tx, trained, state.opt_state, mesh=self.mesh, clip=self.config.norm_limit)
         needed = traced.needed_grads
         computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(computed.grads, masters, placement, state.loss_scale)
@@ -273,7 +273,7 @@ class _Program:
         masters, trace = placement.precision.for_optimizer(stored), None
         params, limit = trainable(masters), self.config.norm_limit
         # optax needs a gradient for each param; the zeros of frozen ones are read by nothing.
-        offers = Offers(given.loss, fill_zeros(grads, masters), **given.functions)
+        offers = Offers(given.loss, None if limit is None else fill_zeros(grads, masters), **given.functions)
         clipped = fill_zeros(grads if limit is None else given.norm.clip(grads, limit), masters)
         apply = lambda params, opt_state: apply_update(self.tx, clipped, opt_state, params, offers)  # noqa: E731
         if traced is not None and not traced.calls_functions:

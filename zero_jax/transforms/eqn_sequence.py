@@ -124,7 +124,7 @@ class EqnSequence:
         rows: list[tuple[int, int, bool]] = []
         for place, i in enumerate(self.eqns):
             rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*self.facts.reads[i]} if x in made_at]
-            made_at.update((var, place) for var in self.jaxpr.eqns[i].outvars if is_float(var.aval))
+            made_at |= {var: place for var in self.jaxpr.eqns[i].outvars if is_float(var.aval)}
             num_made.append(len(made_at))
         return np.asarray(num_made), np.asarray(rows, np.int64).reshape(-1, 3).T
 

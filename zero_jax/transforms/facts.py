@@ -46,7 +46,7 @@ class Facts:
 
     def kind(self, atom: Any) -> str:
         """Returns `param` for what is made of params and constants alone, `const` for constants, else `value`."""
-        if jaxprs.is_literal(atom):
+        if type(atom) is jaxprs.Literal:
             return "const"
         origin = self.origins.get(atom)
         return "value" if origin is None else "param" if origin.params else "const"
@@ -65,6 +65,11 @@ class Facts:
             if params and not self.only_params(self.jaxpr.eqns[i]):
                 found[i] = frozenset().union(*params)
         return found
+
+    @functools.cached_property
+    def used(self) -> set[Any]:
+        """What is made of params and constants alone, and brought together with anything else."""
+        return {var for i in self.uses for var in self.reads[i] if var in self.origins}
 
     @functools.cached_property
     def last_read(self) -> dict[Any, int]:

@@ -70,7 +70,7 @@ class Reference:
 
     def loss_and_grads(self, state: training.TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns the loss, the gradients of the params that the optimizer reads, and the new model state."""
-        loss_fn = LossProgram(training.normalize_loss(self.loss_fn, self.mesh))
+        loss_fn = LossProgram(training.user_loss(self.loss_fn, self.mesh).named())
         precision = resolve_precision(self.config.precision)
         # The key that the train step makes for this step.
         key = jax.random.fold_in(state.key, state.step)

@@ -278,3 +278,22 @@ def test_values_are_chosen_in_the_program_that_microbatches_have():
     state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=config)
     _, metrics = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh_of("4"), config=config)(state, batch)
     np.testing.assert_allclose(metrics.loss, loss_fn(params, batch), rtol=1e-5)
+
+
+def test_a_step_that_chooses_values_judges_and_traces_its_loss_once():
+    """The batch, and three sizes of its parts: two that the judgement compares, and the microbatch."""
+    sizes = []
+
+    def loss_fn(params, batch):
+        sizes.append(len(batch))
+        for weight in params:
+            batch = jax.nn.relu(batch @ weight) @ weight.T
+        return jnp.square(batch).mean()
+
+    mesh, tx = mesh_of("8"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=1, num_microbatches=4, remat="auto:1")
+    init = lambda key: [jax.random.normal(key, (8, 16)) for _ in range(4)]  # noqa: E731
+    state = zero.abstract_state(init, tx, mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    step.lower(state, jax.ShapeDtypeStruct((32, 8), jnp.float32))
+    assert sorted(sizes) == [1, 2, 8, 32], sizes

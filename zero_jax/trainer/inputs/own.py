@@ -310,7 +310,7 @@ def _aux_shapes(
     loss_fn: Callable[..., Any] | training.MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh
 ) -> PyTree:
     """Returns the shapes of the aux of a loss function; raises `ValueError` for a loss that is no scalar."""
-    return jax.eval_shape(training.normalize_loss(loss_fn, mesh), variables, batch, key_shape())[1][0]
+    return jax.eval_shape(training.user_loss(loss_fn, mesh).named(), variables, batch, key_shape())[1][0]
 
 
 def _num_examples(batch: PyTree) -> int:

@@ -135,22 +135,33 @@ class JudgedLoss:
 
 
 def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> JudgedLoss:
-    """Judges whether the loss of a step may be called on the parts of a batch that its config asks for.
+    """Judges, once for arguments of some shapes, whether a loss may be called on the parts of a batch asked for.
 
     Raises:
       ValueError: an entry of aux holds PRNG keys; devices have no gradients of their own to send quantized.
     """
-    placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
-    plan, traceable = placement.grad_plan, arguments
-    k = plan.num_microbatches
     try:
-        program.trace(*arguments)
+        traced = loss.program.trace(*arguments)
     except Exception:  # it may be made for microbatches alone; `separability` says so
-        traceable = arguments[0], shapes_of_part(arguments[1], k), arguments[2]
+        batch = shapes_of_part(arguments[1], loss.placement.grad_plan.num_microbatches)
+        return _judged(loss, arguments, (arguments[0], batch, arguments[2]))
+    if traced not in loss.judged:
+        loss.judged[traced] = _judged(loss, arguments, arguments)
+    return loss.judged[traced]
+
+
+def _judged(
+    loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array], traceable: tuple[PyTree, PyTree, jax.Array]
+) -> JudgedLoss:
+    placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
+    plan = placement.grad_plan
+    k = plan.num_microbatches
     reads = reads_of(program, *traceable)
+    # A microbatch is cut over these into the smallest parts that the loss is called on.
+    part_axes = plan.batch_axes if plan.at_use or not plan.once_over else plan.once_over
     parts = BatchParts(
         mesh=placement.mesh,
-        axes=dataclasses.replace(placement.axes, replica=(), data=plan.part_axes),
+        axes=dataclasses.replace(placement.axes, replica=(), data=part_axes),
         num_microbatches=k,
         num_shards=axis_size(placement.mesh, plan.batch_axes),
         local=bool(plan.once_over or plan.at_use) and not reads.passes_state,

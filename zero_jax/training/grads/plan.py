@@ -54,11 +54,6 @@ class GradPlan:
         return self.sums_to_masters and not self.at_use and self.num_microbatches > 1
 
     @property
-    def part_axes(self) -> tuple[str, ...]:
-        """The axes that a microbatch is cut over into the smallest parts that the loss is called on."""
-        return self.batch_axes if self.at_use or not self.once_over else self.once_over
-
-    @property
     def is_vmapped(self) -> bool:
         """Whether `jax.vmap` maps the loss over devices."""
         return self.map_by == "vmap" and bool(self.once_over or self.at_use)

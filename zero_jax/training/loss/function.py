@@ -78,7 +78,7 @@ class LossFunction:
         return cls(function, key, state, by_name, **options)
 
     def named(self) -> Callable[..., Any]:
-        """Returns a function with the name and source location of the user's function, for JAX's errors."""
+        """Returns it as a function with the name and source location of the user's function, for JAX's errors."""
 
         @stands_for(self.function)
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
@@ -211,14 +211,6 @@ def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | N
         remedy = "give a function of a mesh that returns the loss function"
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
     return LossFunction.of(function, context=functools.partial(mesh_context, mesh, axes))
-
-
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
-    """Returns a user's loss function for a mesh, with the signature `(variables, batch, key)` of `LossFunction`.
-
-    The result raises `ValueError` if the loss is not a floating scalar.
-    """
-    return user_loss(loss_fn, mesh, axes).named()
 
 
 def model_state_changes(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array) -> list[str | None]:

@@ -31,7 +31,7 @@ from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.batch import shapes_of_part
-from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
@@ -71,6 +71,7 @@ class StepLoss:
     placement: Placement  # how the state is sharded
     config: ZeroConfig  # the config of the step
     is_nested: bool = False  # whether the step is within a user's function, which may have a `jax.checkpoint`
+    judged: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what `grads.choice.judge` judged, by its trace
 
     @classmethod
     def of(
@@ -78,7 +79,7 @@ class StepLoss:
     ) -> StepLoss:
         """Returns the loss of a step of params, or of `Variables` (arrays or shapes), from a user's loss function."""
         placement = make_placement(variables, mesh=mesh, config=config)
-        return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
+        return cls(LossProgram(user_loss(loss_fn, mesh, placement.axes).named()), placement, config)
 
     @property
     def is_on_tpu(self) -> bool:
@@ -86,7 +87,7 @@ class StepLoss:
         return platform_of(self.placement.mesh) == "tpu"
 
     def with_remat(self, remat: Remat) -> StepLoss:
-        """Returns the loss with another remat policy; both share the program."""
+        """Returns the loss with another remat policy; both share the program, and what was judged of it."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
 
     def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -136,7 +137,7 @@ class StepLoss:
 
     def why_unfused(self, *arguments: Any) -> str:
         """Says why no attention is fused, for arguments as of `shapes`; empty if some may be."""
-        return "" if self.rolled is None else self.rolled.why_own(*arguments)
+        return "" if self.rolled is None else self.rolled.why[self.rolled.trace(*arguments)]
 
     def attentions(self, variables: PyTree, batch: PyTree) -> AttentionReport:
         """Reports the attentions of the loss: which ones fused kernels compute on this mesh, and why not the others."""

@@ -170,19 +170,22 @@ def _traces_of(tx: Any) -> _OptimizerTraces:
 class TracedUpdate:
     """The trace of an optimizer's update."""
 
-    jaxpr: Any  # the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state
+    jaxpr: (
+        Any  # the closed jaxpr, to params and state: of gradients, state, params, loss and, if any, unclipped gradients
+    )
     updates: Sequence[Any]  # the variables, or literals, of the updates in it
     new_state: PyTree  # the shapes of the state that it returns
     num_grads: int  # the number of gradients
     calls_functions: bool  # whether it calls functions of the params, which are stand-ins here
+    clips: bool = False  # whether the step clips gradients
     is_rewritten: bool = False  # whether the jaxpr is another one than JAX traces of the optimizer
 
     @property
     def needed_grads(self) -> list[bool]:
         """Which gradients the optimizer reads: those of frozen params need not even be computed."""
         used = used_inputs(self.jaxpr)
-        clipped, unclipped = used[: self.num_grads], used[len(used) - self.num_grads :]
-        return [a or b for a, b in zip(clipped, unclipped, strict=True)]
+        unclipped = used[len(used) - self.num_grads :] if self.clips else used
+        return [a or b for a, b in zip(used[: self.num_grads], unclipped, strict=False)]
 
     def unchanged(self, needed: Sequence[bool]) -> list[bool]:
         """Tells which params it never changes; one whose gradient is read (`needed`) counts as changed.
@@ -219,11 +222,12 @@ class _Zeros(Dataflow[bool]):
         return [zero] * len(eqn.outvars)
 
 
-def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> TracedUpdate:
+def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any, clip: float | None = None) -> TracedUpdate:
     """Traces an optimizer's update; JAX traces it once for all calls on such arguments, `apply_update` included.
 
     Takes the params that have gradients and the state, or their shapes, and the mesh of the step that applies the
-    update (None where there is none): JAX's cache of traces distinguishes the meshes of arguments.
+    update (None where there is none): JAX's cache of traces distinguishes the meshes of arguments. Where gradients are
+    clipped to a norm `clip`, the optimizer may read the unclipped ones, too.
 
     Raises:
       ValueError: the update fails, first of all because the state is that of another optimizer.
@@ -234,7 +238,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> Tr
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
     # The params stand for the gradients, clipped and before that, which are like them.
     try:
-        traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
+        traced = _traces_of(tx).update.trace(params, opt_state, params, value, None if clip is None else params)
     except ValueError:
         check_same_leaves("opt_state", "optimizer", opt_state, jax.eval_shape(tx.init, params), containers=True)
         raise
@@ -242,7 +246,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> Tr
     results = open_jaxpr(traced.jaxpr)[0].outvars
     num_kept = len(results) - len(jax.tree.leaves(updates))  # the updates come last, and are looked at alone
     jaxpr = with_results(traced.jaxpr, results[:num_kept])
-    return TracedUpdate(jaxpr, results[num_kept:], new_state, len(leaves), bool(calls))
+    return TracedUpdate(jaxpr, results[num_kept:], new_state, len(leaves), bool(calls), clip is not None)
 
 
 def _argument(x: Any, *, sharding: NamedSharding | None) -> Any:
@@ -273,7 +277,7 @@ def evaluate_update(jaxpr: Any, operands: Sequence[Any], params: PyTree, opt_sta
     return jax.tree.unflatten(jax.tree.structure((params, opt_state)), [jnp.asarray(x) for x in results])
 
 
-def init_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
+def init_opt_state(tx: Any, params: PyTree, *, mesh: Any, clip: float | None) -> PyTree:
     """Returns an optimizer's first state, with the leaves and dtypes that it has after an update.
 
     Some optimizers widen a leaf or add leaves in the first update (`optax.monitor`): a step would be compiled twice,
@@ -282,7 +286,7 @@ def init_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
     Raises:
       ValueError: an update changes the state's structure in another way.
     """
-    state, settled = tx.init(params), first_opt_state(tx, params, mesh=mesh)
+    state, settled = tx.init(params), first_opt_state(tx, params, mesh=mesh, clip=clip)
     if described(jax.eval_shape(lambda x: x, state)) == described(settled):
         return state
     first = leaves_by_name(state)
@@ -292,7 +296,7 @@ def init_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
     )
 
 
-def first_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
+def first_opt_state(tx: Any, params: PyTree, *, mesh: Any, clip: float | None = None) -> PyTree:
     """Returns the shapes of the state that `init_opt_state` returns on a mesh, cached.
 
     Raises:
@@ -300,21 +304,23 @@ def first_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
     """
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
-    return _traces_of(tx).first_opt_state(tree, shapes, mesh and mesh.abstract_mesh, jnp.result_type(float))
+    return _traces_of(tx).first_opt_state(tree, shapes, mesh and mesh.abstract_mesh, clip, jnp.result_type(float))
 
 
-def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], mesh: Any, default: Any) -> PyTree:
+def _first_opt_state(
+    tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], mesh: Any, clip: float | None, default: Any
+) -> PyTree:
     del default  # dtypes depend on whether JAX has 64 bits enabled
     params = tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
     before = settled = jax.eval_shape(tx.init, params)
     for _ in range(3):  # a wider leaf may widen others
-        wider = _widened(settled, trace_update(tx, params, settled, mesh=mesh).new_state)
+        wider = _widened(settled, trace_update(tx, params, settled, mesh=mesh, clip=clip).new_state)
         if described(wider) == described(settled):
             break
         settled = wider
     names, names_before = [*leaves_by_name(settled)], [*leaves_by_name(before)]
     if names != names_before:
-        traced = trace_update(tx, params, settled, mesh=mesh)
+        traced = trace_update(tx, params, settled, mesh=mesh, clip=clip)
         used = used_inputs(traced.jaxpr)[traced.num_grads :]
         read = dict(zip(names, used, strict=False))
         odd = [name for name in names if name not in names_before and read[name]]

@@ -214,7 +214,7 @@ def checked_placement(
     errors = new_grad_errors(state, tx, placement)
     check_same_leaves("grad_errors", "error feedback of the config", state.grad_errors, errors)
     params = shapes_of(trainable(state.masters))
-    expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh)
+    expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh, clip=config.norm_limit)
     check_same_leaves("opt_state", "optimizer", state.opt_state, expected)
     return placement
 

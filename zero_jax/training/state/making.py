@@ -57,11 +57,12 @@ def _build_state(
         placement.param_shardings("master"),
     )
     precision = placement.precision
+    trained = precision.for_optimizer(trainable(sharded))
     state = TrainState(
         step=jnp.int32(0),
         params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
         master=sharded if placement.keeps_copy else None,
-        opt_state=strongly_typed(init_opt_state(tx, precision.for_optimizer(trainable(sharded)), mesh=placement.mesh)),
+        opt_state=strongly_typed(init_opt_state(tx, trained, mesh=placement.mesh, clip=placement.config.norm_limit)),
         key=key,
         loss_scale=init_loss_scale(precision.loss_scale),
         num_skipped_steps=jnp.int32(0),

@@ -56,7 +56,7 @@ def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement
     is_trained = flags_of_all(state.masters, [True] * traced.num_grads)
     params = [dims for dims, flag in zip(of_all, is_trained, strict=True) if flag]
     of_state = dims_of_each(state.opt_state, placement.opt_shardings(state.opt_state))
-    dims = [*params, *of_state, *params, (), *params]  # as the inputs of `TracedUpdate.jaxpr`
+    dims = [*params, *of_state, *params, (), *(params if traced.clips else ())]  # as the inputs of the jaxpr
     return MatrixProgram.of(traced.jaxpr, dims, mesh=placement.mesh, axes=placement.axes)
 
 
@@ -69,7 +69,8 @@ def matrix_dealings(tx: optax.GradientTransformation, state: TrainState, placeme
 
 def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> list[Dealing]:
     params = placement.precision.for_optimizer(shapes_of(trainable(state.masters)))
-    program = matrix_program(trace_update(tx, params, state.opt_state, mesh=placement.mesh), state, placement)
+    traced = trace_update(tx, params, state.opt_state, mesh=placement.mesh, clip=placement.config.norm_limit)
+    program = matrix_program(traced, state, placement)
     return [] if program is None else program.all_dealings
 
 

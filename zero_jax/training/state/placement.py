@@ -158,10 +158,7 @@ class Placement:
 
     def by_layers(self, update_dims: Mapping[str, Dims | None]) -> Placement:
         """Returns the placement with the master params of these paths, and no others, in such shards."""
-
-        def placed(leaf: LeafPlacement) -> LeafPlacement:
-            return dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))
-
+        placed = lambda leaf: dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))  # noqa: E731
         return dataclasses.replace(self, params=jax.tree.map(placed, self.params))
 
     def to_update(self, grads: PyTree) -> PyTree:

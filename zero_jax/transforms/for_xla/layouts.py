@@ -13,7 +13,7 @@ sequence, and copy what blocks have kept from one to the other; a product takes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.attention import PRIMITIVES
 from zero_jax.dims import FREE, Examples, State
 from zero_jax.program.jaxprs import bind, new_primitive, open_jaxpr, source_context
-from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.loss import Traced, pass_of
 from zero_jax.program.subcalls import MANUAL, equations
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes
@@ -36,19 +36,14 @@ from zero_jax.sharding.topology import hardware_of
 _PLACES, LANES = 8, 128  # of a tile
 
 
-def heads_by_tiles(loss_fn: Callable[..., Any]) -> LossProgram:
+@pass_of({primitive.name for primitive in PRIMITIVES})
+def heads_by_tiles(traced: Traced) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs make heads for a fused attention tile by tile.
 
     The result computes the same values and has the same derivatives. Only reshapes between `[..., T, N * H]` and
     `[..., T, N, H]` change, with sizes of an attention's operands, T of whole tiles and H a multiple of 128.
     """
-
-    def tiled(traced: Traced) -> Traced:
-        is_fused = any(primitive.name in traced.primitives for primitive in PRIMITIVES)
-        heads = _heads(traced.closed) if is_fused else set[tuple[int, ...]]()
-        return traced.rewritten(_HeadTiles(heads).rewritten(traced.closed) if heads else traced.closed)
-
-    return LossProgram.of(loss_fn).then(tiled)
+    return traced.rewritten(_HeadTiles(_heads(traced.closed)).rewritten(traced.closed))
 
 
 def _heads(closed: Any) -> set[tuple[int, ...]]:
@@ -104,26 +99,23 @@ def wants_rows(mesh: Mesh) -> bool:
     return hardware is not None and hardware.name in _IN_ROWS
 
 
-def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+@pass_of({"dot_general"})
+def features_in_rows(traced: Traced, *, mesh: Mesh, axes: Axes) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that what products with weights make is laid out in rows.
 
     The result computes the same values and has the same derivatives. Only products of `[B, ..., F]` by `[F, G]`, and of
     `[B, E, ..., F]` by `[E, F, G]`, change, of examples along B and with a multiple of 128 features, on a mesh without
     axes beside those of the batch.
     """
-
-    def in_rows(traced: Traced) -> Traced:
-        closed, states = traced.closed, [FREE] * traced.num_params
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or all(_product_of(eqn) is None for eqn in equations(closed, skip=MANUAL)):
-            return traced.rewritten(closed)
-        states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
-        features = _Features(mesh, axes)
-        features.run(closed, states)
-        return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
-
-    program = LossProgram.of(loss_fn)
-    return program.then(in_rows) if axes.size_beside_batch(mesh) == 1 else program
+    closed, states = traced.closed, [FREE] * traced.num_params
+    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
+    is_alone = axes.size_beside_batch(mesh) == 1 and not is_manual
+    if not is_alone or all(_product_of(eqn) is None for eqn in equations(closed, skip=MANUAL)):
+        return traced.rewritten(closed)
+    states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
+    features = _Features(mesh, axes)
+    features.run(closed, states)
+    return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
 
 
 def _product_of(eqn: Any) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ every device computes every example: each step becomes one example of each devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,39 +19,33 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.dims import FREE, RANDOM, UNKNOWN, Examples, State, computed_whole, dim_map
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, draws_alike, is_literal, open_jaxpr, source_context
-from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.loss import Traced, pass_of
 from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
 
-def own_examples(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+@pass_of(computed_whole(None) | {"scan"})
+def own_examples(traced: Traced, *, mesh: Mesh, axes: Axes) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that each device computes its own examples, and none of the others.
 
     The batch is sharded over the axes `axes.batch`. The result computes the same values and has the same derivatives.
     Of loops over examples those change that carry nothing from one to the next but sums. Chunks that all devices can
     share stay as they are: a step on as many would take their memory.
     """
-    num_shards = axis_size(mesh, axes.batch)
-
-    def owned(traced: Traced) -> Traced:
-        closed = traced.closed
-        names = computed_whole(platform_of(mesh)) & traced.primitives
-        has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or not (names or has_loops) or num_shards == 1:
-            return traced.rewritten(closed)
-        changes = ((_OwnLoops, has_loops), (_OwnOperations, names))
-        for change in (change for change, needed in changes if needed):
-            # Anew for operations: in a loop, one is of an example of each device then.
-            shapes = [x.aval.shape for x in open_jaxpr(closed)[0].invars[traced.num_params :]]
-            found = _Owned(mesh, axes, names, {shape[0] for shape in shapes if shape})
-            of_data = [FREE if not shape else UNKNOWN if shape[0] % num_shards else 0 for shape in shapes]
-            found.run(closed, [FREE] * traced.num_params + of_data)
-            closed = change(mesh, axes, found.dims).rewritten(closed)
+    closed, num_shards = traced.closed, axis_size(mesh, axes.batch)
+    names = computed_whole(platform_of(mesh)) & traced.primitives
+    has_loops = "scan" in traced.primitives and any(map(_carries_sums, equations(closed, skip=MANUAL)))
+    if num_shards == 1 or jax.sharding.get_abstract_mesh().manual_axes:  # each device has its own values already
         return traced.rewritten(closed)
-
-    return LossProgram.of(loss_fn).then(owned)
+    for change in [*[_OwnLoops] * has_loops, *[_OwnOperations] * bool(names)]:
+        # Anew for operations: in a loop, one is of an example of each device then.
+        shapes = [x.aval.shape for x in open_jaxpr(closed)[0].invars[traced.num_params :]]
+        found = _Owned(mesh, axes, names, {shape[0] for shape in shapes if shape})
+        of_data = [FREE if not shape else UNKNOWN if shape[0] % num_shards else 0 for shape in shapes]
+        found.run(closed, [FREE] * traced.num_params + of_data)
+        closed = change(mesh, axes, found.dims).rewritten(closed)
+    return traced.rewritten(closed)
 
 
 def by_device(

@@ -8,7 +8,7 @@ The gradient is a scatter, to another such array, where a device has one example
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from zero_jax.dims import CASTS, SAME_ELEMENTS, dim_map
 from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import is_literal, open_jaxpr, source_context
-from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.loss import Traced, pass_of
 from zero_jax.program.subcalls import CALLS
 from zero_jax.program.walk import Rewriting
 
@@ -26,19 +26,16 @@ from zero_jax.program.walk import Rewriting
 _Known = int | str | tuple[Any, ...] | None
 
 
-def lookups_by_place(loss_fn: Callable[..., Any]) -> LossProgram:
+@pass_of({"gather"})
+def lookups_by_place(traced: Traced) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs need no array in memory to look up an element of each row.
 
     The result computes the same values and has the same derivatives. Only lookups of floats change, one in each row, as
     `jnp.take_along_axis(logits, targets[..., None], -1)` and `logits[jnp.arange(n), targets]` make them.
     """
-
-    def by_place(traced: Traced) -> Traced:
-        places = _Places()
-        places.run(traced.closed, [None] * len(open_jaxpr(traced.closed)[0].invars))
-        return traced.rewritten(_Lookups(places.notes).rewritten(traced.closed))
-
-    return LossProgram.of(loss_fn).then(by_place)
+    places = _Places()
+    places.run(traced.closed, [None] * len(open_jaxpr(traced.closed)[0].invars))
+    return traced.rewritten(_Lookups(places.notes).rewritten(traced.closed))
 
 
 class _Places(Dataflow[_Known]):

@@ -13,7 +13,7 @@ sums, and those that the gradients of broadcasts are, are made of the real and o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from zero_jax.dims import ELEMENTWISE
 from zero_jax.program.dataflow import Dependence
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.loss import Traced, pass_of
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
@@ -33,28 +33,23 @@ from zero_jax.transforms.for_xla.own_examples import by_device
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
 _WRITES = frozenset("scatter scatter-mul scatter-min scatter-max".split())  # the gradient of a sum is right
 _CONVOLUTION = "conv_general_dilated"
-_WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
-def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+@pass_of(_POOLS | _WRITES | {_CONVOLUTION})
+def unsharded_windows(traced: Traced, *, mesh: Mesh, axes: Axes) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
     `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
     """
-
-    def whole(traced: Traced) -> Traced:
-        closed = traced.closed
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if mesh.size == 1 or is_manual or _WINDOWED.isdisjoint(traced.primitives):
-            return traced.rewritten(closed)
-        data = open_jaxpr(closed)[0].invars[traced.num_params :]
-        of_examples = _OfExamples()
-        of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
-        windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
-        return traced.rewritten(windows.rewritten(closed))
-
-    return LossProgram.of(loss_fn).then(whole)
+    closed = traced.closed
+    if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:  # each device has its own values already
+        return traced.rewritten(closed)
+    data = open_jaxpr(closed)[0].invars[traced.num_params :]
+    of_examples = _OfExamples()
+    of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
+    windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
+    return traced.rewritten(windows.rewritten(closed))
 
 
 class _OfExamples(Dependence):
@@ -139,18 +134,18 @@ def _written_at_one_place(eqn: Any) -> set[int]:
     return {i for i in dims if shape[i] > 1}
 
 
-def complex_sums_by_part(loss_fn: Callable[..., Any]) -> LossProgram:
+# What sums complex numbers, or broadcasts them.
+_SUMMED = ELEMENTWISE | {"broadcast_in_dim", "reduce_sum"}
+
+
+@pass_of(_SUMMED)
+def complex_sums_by_part(traced: Traced) -> Traced:
     """Transforms `loss_fn(params, batch, ...)` so that TPUs all-reduce sums of complex numbers, as they do real ones.
 
     The result computes the same values and has the same derivatives. Only sums and broadcasts of complex values change,
     as of the spectrum of a filter that all examples are convolved with.
     """
-    by_part = _ComplexSums()
-    return LossProgram.of(loss_fn).then(lambda traced: traced.rewritten(by_part.rewritten(traced.closed)))
-
-
-# What sums complex numbers, or broadcasts them.
-_SUMMED = ELEMENTWISE | {"broadcast_in_dim", "reduce_sum"}
+    return traced.rewritten(_ComplexSums().rewritten(traced.closed))
 
 
 class _ComplexSums(Rewriting):

@@ -45,7 +45,7 @@ def anchored(
     sizes = frozenset(x.shape[dim] for x, dim in zip(avals, states, strict=True) if isinstance(dim, int))
     examples = Examples(mesh, axes, sizes)
     examples.run(closed, states)
-    if not examples.may_be_anchored:
+    if not examples.loops and not any(examples.moves.values()):  # nothing mixes examples, or follows what does
         return closed, examples
     anchors = _Anchors(closed, mesh, axes, examples, loops_only=loops_only)
     if (rewritten := anchors.rewritten(closed)) is not closed:

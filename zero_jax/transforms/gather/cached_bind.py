@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from zero_jax.program import jaxprs
-from zero_jax.program.jaxprs import is_literal, is_traced
+from zero_jax.program.jaxprs import Literal, is_traced
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 
-_COLUMN = re.compile(r"(:\d+):\d+")
+# The parts of an expression differ in their columns.
+_without_column = functools.cache(functools.partial(re.compile(r"(:\d+):\d+").sub, r"\1"))
 
 
 def can_be_nested(eqn: Any) -> bool:
@@ -65,7 +67,7 @@ class _NestedCall:
         # result that it is, None for an input.
         places = []
         for eqn in reversed(eqns):
-            operands = [None if is_literal(atom) else numbers.get(atom) for atom in eqn.invars]
+            operands = [None if type(atom) is Literal else numbers.get(atom) for atom in eqn.invars]
             first = len(self.inputs)
             self.inputs += [atom for atom, number in zip(eqn.invars, operands, strict=True) if number is None]
             places.append((first, tuple(operands)))
@@ -121,8 +123,7 @@ class OrdinaryRuns:
         if index not in self.sources:
             eqn = self.eqns[index]
             is_alone = self.is_other(eqn) or not can_be_nested(eqn)
-            # The parts of an expression differ in their columns.
-            line = "" if is_alone else _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
+            line = "" if is_alone else _without_column(jaxprs.source_line(eqn))
             self.sources[index] = None if is_alone else (eqn.ctx, eqn.source_info.name_stack, line)
         return self.sources[index]
 
@@ -131,9 +132,9 @@ class OrdinaryRuns:
         eqns = [self.eqns[i] for i in run]
         params_only: dict[Any, bool] = {}
         for i, eqn in zip(run, eqns, strict=True):
-            each = (params_only[x] if x in params_only else env[x].params_only for x in self.facts.reads[i])
+            each = [params_only[x] if x in params_only else env[x].params_only for x in self.facts.reads[i]]
             params_only.update(dict.fromkeys(eqn.outvars, all(each)))
         wanted = [var for var in params_only if self.facts.last_read.get(var, -1) > run[-1]]
-        read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # noqa: E731
+        read = lambda atom: atom.val if type(atom) is Literal else env[atom].array  # noqa: E731
         made = zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
         return {var: Value(array, params_only[var]) for var, array in made}

@@ -26,7 +26,7 @@ from zero_jax.transforms.gather.per_device import by_device, example_dims
 # A value is worth it from so many times the size of the params that it is made of; and where what is on the way is at
 # most as many times as large, and what the backward pass keeps of it at most as large as a share of it: of a hidden
 # layer for all positions XLA may compute, and keep, a share on each device.
-_TIMES = 2
+GROWN_TIMES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class ByDevice:
         """Returns the inputs of a jaxpr that are params of which only larger values are made, for examples to use."""
         larger, others, sizes = list[tuple[set[int], int]](), set[int](), _sizes(facts)
         params_of = lambda var: {i for i in facts.origins[var].params if isinstance(values[i], Lazy)}  # noqa: E731
-        for var in {var for index in facts.uses for var in facts.reads[index] if var in facts.origins}:
+        for var in facts.used:
             params, size = params_of(var), _size(var, sizes)
-            if params and is_float(var.aval) and size >= _TIMES * sum(values[i].aval.size for i in params):
+            if params and is_float(var.aval) and size >= GROWN_TIMES * sum(values[i].aval.size for i in params):
                 larger.append((params, size))
             else:
                 others |= params
@@ -112,7 +112,7 @@ class ByDevice:
                 larger = [x for x in larger if x not in linked]
             made = [eqn for eqn in facts.jaxpr.eqns if facts.only_params(eqn)]
             made = [eqn for eqn in made if not params.isdisjoint(params_of(eqn.outvars[0]))]
-            is_cheap = all(_size(var, sizes) <= _TIMES * size for eqn in made for var in eqn.outvars)
+            is_cheap = all(_size(var, sizes) <= GROWN_TIMES * size for eqn in made for var in eqn.outvars)
             is_cheap &= all(_size(var, sizes) * self.num_blocks <= size for eqn in made for var in _kept(eqn, facts))
             if is_cheap and params.isdisjoint(others):
                 ends = _Copied(self).run(facts.jaxpr, [i in params for i in range(len(facts.jaxpr.invars))])

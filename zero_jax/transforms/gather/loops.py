@@ -29,6 +29,7 @@ from zero_jax.sharding.spec import Dims, gather_steps, named, steps_by_dim, with
 from zero_jax.transforms.eqn_sequence import num_bytes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.anchors import anchored
+from zero_jax.transforms.gather.copied import GROWN_TIMES
 from zero_jax.transforms.gather.deferred import (
     Copies,
     GatherOptions,
@@ -167,7 +168,11 @@ def shared_once(
 def copied_where_grown(walk: Any, facts: Facts, values: Sequence[Any]) -> list[Lazy | Value]:
     """Gives each device a copy of the params of which larger values are made, as biases of positions are."""
     results, options = list(values), walk.options
-    if walk.examples is None or not facts.uses or options.axes.size_beside_batch(options.mesh) > 1:
+    if walk.examples is None or options.axes.size_beside_batch(options.mesh) > 1:
+        return results
+    sizes = {i: x.aval.size for i, x in enumerate(values) if isinstance(x, Lazy)}
+    least = {var: GROWN_TIMES * sum(sizes.get(i, 0) for i in facts.origins[var].params) for var in facts.used}
+    if not any(0 < size <= var.aval.size for var, size in least.items()):
         return results
     for i in walk.by_device.grown_params(facts, values):
         is_stored_unsharded = values[i].dims is not None and not (values[i].is_shard or values[i].on_host)
@@ -314,4 +319,4 @@ def _of_stage(walk: Any, loop: LayerLoop) -> tuple[Any, Any]:
             sizes.add(var.aval.shape[role.dim])
             states.append(UNKNOWN if var.aval.shape[role.dim] % num_shards else role.dim)
     layer, examples = anchored(loop.layer, states, mesh=loop.place.mesh, axes=options.axes)
-    return walk.within(options, frozenset(sizes), examples), layer
+    return type(walk)(options, frozenset(sizes), walk.notes, examples), layer

@@ -105,7 +105,7 @@ class Ordering:
         # Backwards from what activations meet: what that is made of, step by step, is read of params, too.
         for eqn, variables in zip(reversed(eqns), reversed(read_by), strict=True):
             inputs = {var for var in variables if var in self.of_params}
-            if not all(var in self.of_params for var in eqn.outvars):
+            if not self.of_params.keys() >= {*eqn.outvars}:
                 params |= {var for var in inputs if var.aval.size > 1}  # a scalar is a regularizer's, of all params
             elif not params.isdisjoint(eqn.outvars):
                 params |= inputs

@@ -79,10 +79,6 @@ class GatherWalk(Walk[GatherFrame]):
         self.regions: dict[Any, tuple[Callable[..., list[Any]], list[bool]]] = {}
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
 
-    def within(self, options: GatherOptions, batch_sizes: frozenset[int], examples: Examples) -> GatherWalk:
-        """Returns a walk over a part of the function that has other options; both note what they do."""
-        return GatherWalk(options, batch_sizes, self.notes, examples)
-
     def run(self, jaxpr: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
         opened, consts = jaxprs.open_jaxpr(jaxpr)
@@ -99,7 +95,7 @@ class GatherWalk(Walk[GatherFrame]):
         env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
-            return Value(atom.val, params_only=True) if jaxprs.is_literal(atom) else env[atom]
+            return Value(atom.val, params_only=True) if type(atom) is jaxprs.Literal else env[atom]
 
         def evaluate(index: int) -> None:
             eqn = jaxpr.eqns[index]

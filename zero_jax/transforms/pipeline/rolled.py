@@ -139,20 +139,17 @@ class RolledProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, own: LossProgram, num_groups: int):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.own, self.num_groups = own, num_groups
-        self.why: dict[Traced, str] = {}  # for each program, why its attention is left as the model has it
+        # For each program, why its attention is left as the model has it, though kernels are asked for; empty if not
+        self.why: dict[Traced, str] = {}
 
-    def made(self, *args: Any) -> Traced:
+    def made(self, before: Traced, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        layers, why = self.chosen(self.before.trace(*args), self.own.trace(*args))
+        layers, why = self.chosen(before, self.own.trace(*args))
         traced = layers.program()
         self.why[traced] = why
         return traced
-
-    def why_own(self, *args: Any) -> str:
-        """Says why attention is left as the model has it, though kernels are asked for; empty if it is not."""
-        return self.why[self.trace(*args)]
 
     def chosen(self, traced: Traced, own: Traced) -> tuple[_LayersOfLoops, str]:
         """Returns the layers of one of two programs, and why they are without fused attention if that is the cause."""

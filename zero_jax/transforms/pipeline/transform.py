@@ -56,19 +56,18 @@ class PipelinedProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, stages: Stages):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.stages, self.order = stages, _order_of_axes(stages.place)
 
-    def made(self, *args: Any) -> Traced:
+    def made(self, before: Traced, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes.
 
         Raises:
           ValueError: no scan over layers can be cut into stages.
         """
-        traced = self.before.trace(*args)
         staged, found = self.staged(*args)
         if not any(entry.loop for entry in found):
-            raise ValueError(_refusal(found, self.stages, traced))
+            raise ValueError(_refusal(found, self.stages, before))
         if self.order:
             warnings.warn(self.order, stacklevel=2)
         for entry in (entry for entry in found if entry.loop is None):
@@ -77,7 +76,7 @@ class PipelinedProgram(LossProgram):
                 f"has all of them: {entry.why}",
                 stacklevel=2,
             )
-        return traced.rewritten(staged)
+        return before.rewritten(staged)
 
     def report(self, *args: Any, num_parts: int = 1) -> PipelineReport:
         """Returns the stages for arguments of these shapes, or why there are none; a batch is of so many of theirs."""

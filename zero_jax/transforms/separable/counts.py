@@ -162,15 +162,14 @@ class CountedProgram(LossProgram):
     before: LossProgram
 
     def __init__(self, before: LossProgram, how: LossOnParts):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before)
         self.how = how
 
     def trace(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
         variables, (batch, _), key = args
         traced = self.before.trace(variables, batch, key)
-        known = id(traced)  # which `before` keeps: its id stays its own
-        if known not in self.traces:
+        if traced not in self.traces:
             how, trace = self.how, CountedTrace(traced, flat=self.how.flat)
             part, (loss, (aux, model_state)) = OnPart(trace, how), trace.results
             weight = None
@@ -178,10 +177,10 @@ class CountedProgram(LossProgram):
                 weight = trace.counts[how.weight] if isinstance(how.weight, int) else named_entry(aux, how.weight)
             loss = part.scaled(part.of_batch(loss), how.power) if how.of_batch else loss
             results, tree = jax.tree.flatten((loss, (jax.tree.map(part.of_batch, aux), model_state, weight)))
-            self.traces[known] = Traced(
+            self.traces[traced] = Traced(
                 part.closed(results), traced.params_tree, jax.tree.unflatten(tree, [atom.aval for atom in results])
             )
-        return self.traces[known]
+        return self.traces[traced]
 
     def counting(self, variables: PyTree, batch: PyTree, key: Any) -> Any:
         """Returns the closed jaxpr of the counts of a part, of which those of the batch are made."""

@@ -34,33 +34,17 @@ class Reads:
     """What the results of a loss function are made of."""
 
     passes_state: bool  # whether model state is changed
-    # For each leaf of model state that the loss is made of and that the loss function changes, its path and the line of
-    # the change
-    loss: tuple[str, ...]
-    # For each leaf of aux by its path why it may be another one in each microbatch; empty if it is not
-    aux: Mapping[str, str]
-    made_of: Mapping[str, frozenset[int]]  # the marks of each leaf of aux
+    # Why the loss on microbatches may be another one, because it reads model state that it changes; empty if it is not
+    another_loss: str
+    # Why a leaf of aux, by its path, is not known, if it is the same in all parts, and if it is not; empty if it is
+    aux: Mapping[str, tuple[str, str]]
     # What is drawn by a key that all parts have, if the loss is made of such numbers: the lines, and the shapes there
     repeated: frozenset[tuple[str, Any]]
 
-    @property
-    def another_loss(self) -> str:
-        """Says why the loss on microbatches may be another one; empty if model state does not make it one."""
-        more = f" (and {len(self.loss) - 1} more)" if len(self.loss) > 1 else ""
-        return f"it reads {self.loss[0]}{more}: a microbatch reads what the one before made" if self.loss else ""
-
     def combinations(self, known: Mapping[str, Relation]) -> dict[str, Relation]:
         """Returns how entries of aux are combined, given how they are if all parts read the same."""
-        return {name: self._combination(name, how) for name, how in known.items()}
-
-    def _combination(self, name: str, how: Relation) -> Relation:
-        repeats, marks = "it is drawn with a key that all microbatches have", self.made_of.get(name, frozenset())
-        if how.why or _REPEATED_COUNT in marks:
-            return how if how.why else unknown(repeats)
-        if how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
-            return unknown("it is drawn with the key of each microbatch") if _DRAWN in marks else how
-        why = repeats if _REPEATED in marks else self.aux[name]
-        return unknown(why) if why else how
+        whys = {name: how.why or self.aux[name][how.kind is not Kind.SAME] for name, how in known.items()}
+        return {name: how if how.why or not whys[name] else unknown(whys[name]) for name, how in known.items()}
 
 
 def reads_of(
@@ -89,17 +73,25 @@ def reads_of(
     results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), reads.run(traced.closed, made_of))
     names = model_state_names(as_variables(variables).model_state)
 
-    def changed_leaves(marks: frozenset[int]) -> tuple[str, ...]:
+    def changed_leaves(marks: frozenset[int]) -> list[str]:
         changes = [(names[i], lines[i]) for i in sorted(x for x in marks if x >= 0)]
-        return tuple(f"{name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes)
+        return [f"it reads {name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes]
+
+    def whys(marks: frozenset[int]) -> tuple[str, str]:
+        repeats, changed = "it is drawn with a key that all microbatches have", changed_leaves(marks)[:1]
+        if _REPEATED_COUNT in marks:
+            return repeats, repeats
+        # What is the same in all parts is that of the first microbatch, which reads what the batch does.
+        drawn = "it is drawn with the key of each microbatch" if _DRAWN in marks else ""
+        return drawn, repeats if _REPEATED in marks else "".join(changed)
 
     loss, (aux, *_) = results
-    leaves = leaves_by_name(aux)
+    changed = changed_leaves(loss)
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return Reads(
         passes_state=any(line is not None for line in lines),
-        loss=changed_leaves(loss),
-        aux={name: "".join(f"it reads {x}" for x in changed_leaves(marks)[:1]) for name, marks in leaves.items()},
-        made_of=leaves,
+        another_loss=f"{changed[0]}{more}: a microbatch reads what the one before made" if changed else "",
+        aux={name: whys(marks) for name, marks in leaves_by_name(aux).items()},
         repeated=frozenset(reads.notes if _REPEATED in loss else ()),
     )
 

@@ -344,8 +344,8 @@ def test_every_microbatch_has_its_own_key(stage, mesh):
     assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
 
 
-def batch_with_keys():
-    keys = jax.random.split(jax.random.key(5), reference.BATCH_SIZE)
+def batch_with_keys(impl=None):
+    keys = jax.random.split(jax.random.key(5, impl=impl), reference.BATCH_SIZE)
     return make_batches(1)[0] | {"key": jax.random.key(5), "keys": keys}
 
 
@@ -356,10 +356,10 @@ def test_numbers_that_all_copies_of_the_params_would_draw_are_drawn_for_the_whol
 
 
 def test_microbatches_that_draw_the_same_numbers_are_warned_of():
-    def lower(loss):
+    def lower(loss, impl=None):
         fields = {"mesh": mesh_of("8"), "stage": 1, "num_microbatches": 2}
         state, step = reference.make_trainer(loss, optax.sgd(0.1), **fields)
-        step.lower(state, batch_with_keys())
+        step.lower(state, batch_with_keys(impl))
 
     with pytest.warns(
         UserWarning, match=r"another one .* numbers are drawn for examples at .*test_parity.py:.* by a key"
@@ -367,7 +367,10 @@ def test_microbatches_that_draw_the_same_numbers_are_warned_of():
         lower(lambda params, batch: dropout_loss(params, batch, jax.random.key(0))[0])
     # As many for all batches, and by the keys of the examples.
     lower(lambda params, batch: loss_fn(params, batch) * jax.random.uniform(jax.random.key(0)))
-    lower(lambda params, batch: loss_fn(params, batch) * jax.vmap(jax.random.uniform)(batch["keys"]).mean())
+    by_keys = lambda params, batch: loss_fn(params, batch) * jax.vmap(jax.random.uniform)(batch["keys"]).mean()  # noqa: E731
+    lower(by_keys)
+    with pytest.warns(UserWarning, match="another one .* numbers are drawn for examples at"):
+        lower(by_keys, "rbg")
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from zero_jax.core.tree import PyTree, is_key, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import SAME, Kind, Relation, unknown
 from zero_jax.program.dataflow import Dependence
-from zero_jax.program.jaxprs import source_line
+from zero_jax.program.jaxprs import draws_alike, source_line
 from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import axis_size
@@ -126,6 +126,8 @@ class _Reads(Dependence):
         made_of, name = frozenset[int]().union(*operands), eqn.primitive.name
         of_keys = [x for x, var in zip(operands, eqn.invars, strict=True) if is_key(var.aval)]
         key = frozenset[int]().union(*(of_keys if of_keys and name != "random_fold_in" else operands)) - {_REPEATED}
+        if of_keys and not draws_alike([eqn]):
+            key -= {_OF_EXAMPLES}  # mapped over keys, these generators draw all numbers by the first
         if draws := name.startswith(("random_", "rng_", "threefry")):
             # By a key that is made of nothing (`jax.random.key(0)` in the loss function), all parts draw the same.
             made_of = frozenset({_DRAWN}) if key - {_OF_EXAMPLES} else key or frozenset({_REPEATED})

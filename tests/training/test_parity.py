@@ -355,6 +355,18 @@ def test_numbers_that_all_copies_of_the_params_would_draw_are_drawn_for_the_whol
     np.testing.assert_allclose(metrics.loss, loss(reference.host_params(), batch), rtol=FLOAT32)
 
 
+def test_copies_of_params_that_one_branch_alone_uses():
+    def branching(params, batch):
+        is_small, weights = params["embed"].sum() < 1e9, batch["targets"][:, 0] > 0
+        decay = jax.lax.cond(is_small, lambda: jnp.square(params["head"]["kernel"]).sum(), lambda: 0.0)
+        return loss_fn(params, batch) + decay * (weights * batch["targets"][:, 0]).sum() / weights.sum()
+
+    tx, batches = optax.sgd(0.1), make_batches(1)
+    state, (metrics,) = run_zero(branching, tx, batches, mesh=mesh_of("replica"), stage=2)
+    params, _, (loss,) = reference.run_plain(branching, tx, batches)
+    assert_close((state.params, metrics.loss), (params, loss), tolerance=FLOAT32)
+
+
 def test_microbatches_that_draw_the_same_numbers_are_warned_of():
     def lower(loss, impl=None):
         fields = {"mesh": mesh_of("8"), "stage": 1, "num_microbatches": 2}

@@ -85,6 +85,18 @@ def test_outputs_of_zeros_are_finite_and_learn_and_empty_leaves_are_passed_over(
     assert list(state.params) == ["up"] and np.abs(lora.merge(state)["up"][:, 1]).max() > 0
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_rows_beyond_a_table_are_what_the_lookup_says(dora):
+    params, rows = {"table": np.eye(6, 4, dtype=np.float32)}, np.array([1, 5, 6, 9])
+    look = lambda params, batch: params["table"].at[batch].get(mode="fill", fill_value=2.0).sum()  # noqa: E731
+    lora = zero.Lora(rules={"table": "io"}, rank=2, alpha=2, base="own", dora=dora)
+    variables = lora.init(params, jax.random.key(0))
+    adapters = jax.tree.map(lambda x: x + 1, variables.params)
+    value, *_ = lora.loss_fn(look)(adapters, rows, model_state=variables.model_state)
+    merged = lora.merge(zero.Variables(params=adapters, model_state=variables.model_state))
+    np.testing.assert_allclose(value, look(jax.tree.map(jnp.asarray, merged), rows), rtol=1e-6)
+
+
 def test_merged_weights_are_the_formula_bit_for_bit():
     lora, variables = made(base="own")
     variables = moved(variables)

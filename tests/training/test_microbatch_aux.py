@@ -189,6 +189,8 @@ def drawing_loss(params, batch, key, *, model_state):
         "scale": model_state["scale"],
         "noise": jax.random.normal(keys[0], batch["targets"].shape),
         "repeated": batch["targets"][:, 0] * jax.random.uniform(jax.random.key(1), batch["targets"].shape[:1]),
+        "by_examples": jax.vmap(lambda x: jax.random.uniform(jax.random.fold_in(keys[1], x)))(batch["tokens"][:, 0]),
+        "of_examples": jax.vmap(lambda x: jax.random.uniform(jax.random.key(x)))(batch["tokens"][:, 0]),
         "temperature": jax.random.uniform(keys[1]),
         "centred": (batch["targets"] - model_state["mean"]).mean(),
         "scaled": (batch["targets"] * model_state["scale"]).sum(),
@@ -210,9 +212,10 @@ def test_what_differs_from_microbatch_to_microbatch(stage):
     draws = "'temperature', because it is drawn with the key of each microbatch"
     with pytest.warns(UserWarning, match=f"aux is returned without {reads}.*{repeats}.*{draws}"):
         _, metrics = step(state, batch)
-    assert set(metrics.aux) == {"steps", "scale", "noise", "scaled"}
+    assert set(metrics.aux) == {"steps", "scale", "noise", "scaled", "by_examples", "of_examples"}
     assert (int(metrics.aux["steps"]), float(metrics.aux["scale"])) == (3, 2)
     assert len(np.unique(metrics.aux["noise"])) == batch["targets"].size
+    assert float(metrics.aux["of_examples"][3]) == jax.random.uniform(jax.random.key(batch["tokens"][3, 0]))
     np.testing.assert_allclose(metrics.aux["scaled"], 2 * batch["targets"].sum(), rtol=1e-4)
 
 

@@ -344,6 +344,47 @@ def test_every_microbatch_has_its_own_key(stage, mesh):
     assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
 
 
+def batch_with_keys(impl=None):
+    keys = jax.random.split(jax.random.key(5, impl=impl), reference.BATCH_SIZE)
+    return make_batches(1)[0] | {"key": jax.random.key(5), "keys": keys}
+
+
+def test_numbers_that_all_copies_of_the_params_would_draw_are_drawn_for_the_whole_batch():
+    loss, batch = lambda params, batch: dropout_loss(params, batch, batch["key"])[0], batch_with_keys()
+    _, (metrics,) = run_zero(loss, optax.sgd(0.1), [batch], mesh=mesh_of("replica"), stage=3)
+    np.testing.assert_allclose(metrics.loss, loss(reference.host_params(), batch), rtol=FLOAT32)
+
+
+def test_copies_of_params_that_one_branch_alone_uses():
+    def branching(params, batch):
+        is_small, weights = params["embed"].sum() < 1e9, batch["targets"][:, 0] > 0
+        decay = jax.lax.cond(is_small, lambda: jnp.square(params["head"]["kernel"]).sum(), lambda: 0.0)
+        return loss_fn(params, batch) + decay * (weights * batch["targets"][:, 0]).sum() / weights.sum()
+
+    tx, batches = optax.sgd(0.1), make_batches(1)
+    state, (metrics,) = run_zero(branching, tx, batches, mesh=mesh_of("replica"), stage=2)
+    params, _, (loss,) = reference.run_plain(branching, tx, batches)
+    assert_close((state.params, metrics.loss), (params, loss), tolerance=FLOAT32)
+
+
+def test_microbatches_that_draw_the_same_numbers_are_warned_of():
+    def lower(loss, impl=None):
+        fields = {"mesh": mesh_of("8"), "stage": 1, "num_microbatches": 2}
+        state, step = reference.make_trainer(loss, optax.sgd(0.1), **fields)
+        step.lower(state, batch_with_keys(impl))
+
+    with pytest.warns(
+        UserWarning, match=r"another one .* numbers are drawn for examples at .*test_parity.py:.* by a key"
+    ):
+        lower(lambda params, batch: dropout_loss(params, batch, jax.random.key(0))[0])
+    # As many for all batches, and by the keys of the examples.
+    lower(lambda params, batch: loss_fn(params, batch) * jax.random.uniform(jax.random.key(0)))
+    by_keys = lambda params, batch: loss_fn(params, batch) * jax.vmap(jax.random.uniform)(batch["keys"]).mean()  # noqa: E731
+    lower(by_keys)
+    with pytest.warns(UserWarning, match="another one .* numbers are drawn for examples at"):
+        lower(by_keys, "rbg")
+
+
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_evaluates_without_an_optimizer(stage):
     config, batch = reference.make_config(stage=stage), weighted_batches()[0]

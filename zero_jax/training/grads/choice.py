@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zero_jax.core.tree import PyTree, is_key, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import SAME, Kind, Relation, unknown
 from zero_jax.program.dataflow import Dependence
+from zero_jax.program.jaxprs import draws_alike, source_line
 from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import axis_size
@@ -22,8 +25,8 @@ from zero_jax.training.loss.function import model_state_changes
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.transforms import BatchParts, CountedProgram, Separability, separability
 
-# By the key or by model state; by a key of its own, which all parts have; the count of such numbers.
-_DRAWN, _REPEATED, _REPEATED_COUNT = -1, -2, -3
+# By the key or by model state; by a key that all parts have; the count of such numbers; by the examples themselves.
+_DRAWN, _REPEATED, _REPEATED_COUNT, _OF_EXAMPLES = -1, -2, -3, -4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,31 +34,17 @@ class Reads:
     """What the results of a loss function are made of."""
 
     passes_state: bool  # whether model state is changed
-    # For each leaf of model state that the loss is made of and that the loss function changes, its path and the line of
-    # the change
-    loss: tuple[str, ...]
-    # For each leaf of aux by its path why it may be another one in each microbatch; empty if it is not
-    aux: Mapping[str, str]
-    made_of: Mapping[str, frozenset[int]]  # the marks of each leaf of aux
-
-    @property
-    def another_loss(self) -> str:
-        """Says why the loss on microbatches may be another one; empty if model state does not make it one."""
-        more = f" (and {len(self.loss) - 1} more)" if len(self.loss) > 1 else ""
-        return f"it reads {self.loss[0]}{more}: a microbatch reads what the one before made" if self.loss else ""
+    # Why the loss on microbatches may be another one, because it reads model state that it changes; empty if it is not
+    another_loss: str
+    # Why a leaf of aux, by its path, is not known, if it is the same in all parts, and if it is not; empty if it is
+    aux: Mapping[str, tuple[str, str]]
+    # What is drawn by a key that all parts have, if the loss is made of such numbers: the lines, and the shapes there
+    repeated: frozenset[tuple[str, Any]]
 
     def combinations(self, known: Mapping[str, Relation]) -> dict[str, Relation]:
         """Returns how entries of aux are combined, given how they are if all parts read the same."""
-        return {name: self._combination(name, how) for name, how in known.items()}
-
-    def _combination(self, name: str, how: Relation) -> Relation:
-        repeats, marks = "it is drawn with a key that all microbatches have", self.made_of.get(name, frozenset())
-        if how.why or _REPEATED_COUNT in marks:
-            return how if how.why else unknown(repeats)
-        if how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
-            return unknown("it is drawn with the key of each microbatch") if _DRAWN in marks else how
-        why = repeats if _REPEATED in marks else self.aux[name]
-        return unknown(why) if why else how
+        whys = {name: how.why or self.aux[name][how.kind is not Kind.SAME] for name, how in known.items()}
+        return {name: how if how.why or not whys[name] else unknown(whys[name]) for name, how in known.items()}
 
 
 def reads_of(
@@ -66,9 +55,10 @@ def reads_of(
     The program is `(variables, batch, key) -> (loss, (aux, model_state, ...))`; a `CountedProgram` takes counts, too.
     """
     of_counts = [frozenset[int]()] * len(counts)
+    of_batch = [frozenset({_OF_EXAMPLES} if np.ndim(x) else ()) for x in jax.tree.leaves(batch)]
     if isinstance(program, CountedProgram):
         # Counts are made of the batch before the parts are: whether by numbers that all parts draw alike.
-        made_of = [frozenset[int]()] * len(jax.tree.leaves((variables, batch))) + [frozenset({_DRAWN})]
+        made_of = [frozenset[int]()] * len(jax.tree.leaves(variables)) + of_batch + [frozenset({_DRAWN})]
         marks = _Reads().run(program.counting(variables, batch, key), made_of)
         of_counts = [frozenset({_REPEATED_COUNT}) if _REPEATED in x else frozenset[int]() for x in marks]
         batch = batch, counts
@@ -78,35 +68,71 @@ def reads_of(
     num_params = traced.num_params - len(lines)
     made_of = [frozenset[int]()] * num_params
     made_of += [frozenset() if line is None else frozenset({i}) for i, line in enumerate(lines)]
-    made_of += [frozenset()] * (len(jax.tree.leaves(batch)) - len(of_counts)) + of_counts
-    made_of += [frozenset({_DRAWN})] * len(jax.tree.leaves(key))
-    results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), _Reads().run(traced.closed, made_of))
+    made_of += of_batch + of_counts + [frozenset({_DRAWN})] * len(jax.tree.leaves(key))
+    reads = _Reads()
+    results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), reads.run(traced.closed, made_of))
     names = model_state_names(as_variables(variables).model_state)
 
-    def changed_leaves(marks: frozenset[int]) -> tuple[str, ...]:
+    def changed_leaves(marks: frozenset[int]) -> list[str]:
         changes = [(names[i], lines[i]) for i in sorted(x for x in marks if x >= 0)]
-        return tuple(f"{name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes)
+        return [f"it reads {name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes]
+
+    def whys(marks: frozenset[int]) -> tuple[str, str]:
+        repeats, changed = "it is drawn with a key that all microbatches have", changed_leaves(marks)[:1]
+        if _REPEATED_COUNT in marks:
+            return repeats, repeats
+        # What is the same in all parts is that of the first microbatch, which reads what the batch does.
+        drawn = "it is drawn with the key of each microbatch" if _DRAWN in marks else ""
+        return drawn, repeats if _REPEATED in marks else "".join(changed)
 
     loss, (aux, *_) = results
-    leaves = leaves_by_name(aux)
+    changed = changed_leaves(loss)
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return Reads(
         passes_state=any(line is not None for line in lines),
-        loss=changed_leaves(loss),
-        aux={name: "".join(f"it reads {x}" for x in changed_leaves(marks)[:1]) for name, marks in leaves.items()},
-        made_of=leaves,
+        another_loss=f"{changed[0]}{more}: a microbatch reads what the one before made" if changed else "",
+        aux={name: whys(marks) for name, marks in leaves_by_name(aux).items()},
+        repeated=frozenset(reads.notes if _REPEATED in loss else ()),
     )
+
+
+def _repeated_draws(
+    reads: Reads, program: LossProgram, arguments: tuple[PyTree, PyTree, jax.Array], num_parts: int
+) -> str:
+    """Says where the loss draws numbers for examples by a key that all of so many parts have; empty if it does not.
+
+    `reads` are those of the loss on the batch. Numbers that are as many whatever the size of the batch are the same.
+    """
+    (variables, batch, key), of_part = arguments, frozenset[Any]()
+    with contextlib.suppress(Exception):  # of a loss that cannot be traced on a part, of which nothing is known then
+        of_part = reads_of(program, variables, shapes_of_part(batch, num_parts), key).repeated if reads.repeated else ()
+    lines = sorted(line for line, _ in reads.repeated.difference(of_part))
+    return f"numbers are drawn for examples at {lines[0]} by a key that all parts of a batch have" if lines else ""
 
 
 class _Reads(Dependence):
     """Which marked inputs each value is made of; numbers that are drawn by model state (a count) are as random."""
 
     enters = (CALLS - {"custom_vjp"}) | {"cond", "scan"}
+    line = ""  # of the call that is entered: functions of JAX have none of the user's within
+
+    def of_jaxprs(self, eqn: Any, sub: Any, operands: list[frozenset[int]]) -> Sequence[frozenset[int]]:
+        before, self.line = self.line, source_line(eqn) or self.line
+        results = super().of_jaxprs(eqn, sub, operands)
+        self.line = before
+        return results
 
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
-        made_of = frozenset().union(*operands)
-        if eqn.primitive.name.startswith(("random_", "rng_", "threefry")):
+        made_of, name = frozenset[int]().union(*operands), eqn.primitive.name
+        of_keys = [x for x, var in zip(operands, eqn.invars, strict=True) if is_key(var.aval)]
+        key = frozenset[int]().union(*(of_keys if of_keys and name != "random_fold_in" else operands)) - {_REPEATED}
+        if of_keys and not draws_alike([eqn]):
+            key -= {_OF_EXAMPLES}  # mapped over keys, these generators draw all numbers by the first
+        if draws := name.startswith(("random_", "rng_", "threefry")):
             # By a key that is made of nothing (`jax.random.key(0)` in the loss function), all parts draw the same.
-            made_of = frozenset({_DRAWN if made_of - {_REPEATED} else _REPEATED})
+            made_of = frozenset({_DRAWN}) if key - {_OF_EXAMPLES} else key or frozenset({_REPEATED})
+        if not key and (draws or (of_keys and not is_key(eqn.outvars[0].aval))):
+            self.notes[source_line(eqn) or self.line, eqn.outvars[0].aval.shape] = True
         return [made_of] * len(eqn.outvars)
 
 
@@ -159,19 +185,21 @@ def _judged(
     reads = reads_of(program, *traceable)
     # A microbatch is cut over these into the smallest parts that the loss is called on.
     part_axes = plan.batch_axes if plan.at_use or not plan.once_over else plan.once_over
+    num_parts = k if k > 1 else axis_size(placement.mesh, part_axes)
+    drawn = _repeated_draws(reads, program, arguments, num_parts) if traceable is arguments else ""
+    not_local = "its model_state passes from one microbatch to the next" if reads.passes_state else drawn
     parts = BatchParts(
         mesh=placement.mesh,
         axes=dataclasses.replace(placement.axes, replica=(), data=part_axes),
         num_microbatches=k,
         num_shards=axis_size(placement.mesh, plan.batch_axes),
-        local=bool(plan.once_over or plan.at_use) and not reads.passes_state,
+        local=bool(plan.once_over or plan.at_use) and not not_local,
         exact=plan.is_exact,
     )
     separable = separability(program, arguments, parts, loss_weight=loss_weight)
-    if reads.passes_state:
-        not_local = "its model_state passes from one microbatch to the next"
-        another = " and ".join(filter(None, [separable.another_loss, reads.another_loss if k > 1 else ""]))
-        separable = dataclasses.replace(separable, not_local=not_local, another_loss=another)
+    if not_local:
+        whys = [separable.another_loss, *([reads.another_loss, drawn] if k > 1 else [])]
+        separable = dataclasses.replace(separable, not_local=not_local, another_loss=" and ".join(filter(None, whys)))
     counted = CountedProgram(program, separable.on_parts)
     if separable.on_parts.counts:
         reads = reads_of(counted, *traceable, jax.eval_shape(counted.counts, *traceable))

@@ -202,7 +202,11 @@ def _element(eqn: Any, weight: Weight, index: Any) -> Weight | None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     is_of_stack = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
     is_single = jnp.ndim(index) == 1 and not getattr(numbers, "operand_batching_dims", ())
-    if not (is_of_stack and is_single) or tuple(sizes) != (1, *weight.shape[1:]):
+    if (
+        not (is_of_stack and is_single)
+        or tuple(sizes) != (1, *weight.shape[1:])
+        or eqn.params["fill_value"] is not None
+    ):
         return None
 
     def take(x: Any) -> Any:

@@ -226,7 +226,7 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     is_by_number = len(dims) == 1 and tuple(numbers.start_index_map) == dims
     if place != 0 or side is None or weight.places(STACK) or not (are_rows and are_last and is_by_number):
         return None
-    if weight.is_dora and side == OUT:
+    if weight.is_dora and (side == OUT or eqn.params["fill_value"] is not None):
         return None
     far = OUT if side == IN else IN
     of_factor = numbers._replace(offset_dims=(num_indices,), collapsed_slice_dims=(0,), start_index_map=(0,))
@@ -234,7 +234,8 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     def evaluate(w: Weight, rows: Any) -> jax.Array:
         y = bind(eqn, [w.base(), rows])[0]
         a, b = w.factor(side), w.factor(far)
-        lookup = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
+        of_rows = {"dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1]), "fill_value": 0}  # those of `y` stay
+        lookup = eqn.replace(params={**eqn.params, **of_rows})
         h = bind(lookup, [a, rows])[0]
         with source_context(eqn):
             y = y + jnp.tensordot((h * w.scale).astype(a.dtype), b, (-1, -1)).astype(y.dtype)

@@ -49,6 +49,7 @@ class Separability:
     not_local: str = ""  # why it cannot be called on each device's own examples; empty if it can
     # Whether it has convolutions, which XLA partitions wrongly if they are mapped over devices (docs/xla_faults.md)
     convolves: bool = False
+    has_branches: bool = False  # whether it has any `lax.cond`, as `jnp.diag` has
     # Whether it has kernels of Pallas, or other operations, that XLA does not partition
     has_kernels: bool = False
     # Whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which a part of
@@ -124,7 +125,12 @@ def separability(
     is_plain = axis_size(mesh, axes.model) == 1 and not has_shardings
     has_kernels = bool(names & (computed_whole(None) | {"pallas_call"}))
     return dataclasses.replace(
-        found, not_local=not_local, convolves=convolves, has_kernels=has_kernels, is_plain=is_plain
+        found,
+        not_local=not_local,
+        convolves=convolves,
+        has_kernels=has_kernels,
+        has_branches="cond" in names,
+        is_plain=is_plain,
     )
 
 

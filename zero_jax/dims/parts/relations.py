@@ -207,6 +207,11 @@ class Pair:
     part: Any
 
     @property
+    def both(self) -> tuple[Any, Any]:
+        """The equation on the whole batch, and on a part."""
+        return self.whole, self.part
+
+    @property
     def params(self) -> Any:
         """The parameters on the whole batch; those that differ on a part are compared by the rules (`SIZED`)."""
         return self.whole.params

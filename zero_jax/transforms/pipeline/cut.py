@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -76,6 +76,12 @@ class Role:
     def is_rows(self) -> bool:
         """Whether a microbatch has its own examples of it."""
         return self.kind is Kind.ROWS
+
+    @property
+    def relation(self) -> Relation:
+        """The relation of the value on the batch to those of microbatches."""
+        dim = self.dim if self.is_rows else None
+        return Relation(kind=self.kind, dim=dim, power=self.power, of_params=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,9 +199,6 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
-    # With 1F1B what is made of params is made again, of each microbatch (`LossTraces.is_shared`).
-    again = made_of([*jaxprs_of[0].invars[:num_params], *jaxprs_of[0].constvars], jaxprs_of[0].eqns)
-    again = again if stages.schedule.is_interleaved else set()
     with_gradient = variables_with_gradient(jaxprs_of[0], num_params)
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
@@ -214,12 +217,9 @@ def find_loops(
                     raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             # Of one example there may be another shape: the layers that run are not those that are compared.
-            shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
-            of_one_shape = {i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1}
-            are_again = [not jaxprs.is_literal(x) and x in again for x in eqn.invars]
-            have_gradient = [var in with_gradient for var in eqn.outvars]
-            known = inputs, of_one_shape, are_again, have_gradient
-            roles = _roles(compared, pair, known, comparison, keeps_whole=stages.schedule.is_interleaved)
+            operands = zip(*(each.invars for each in (eqn, *others)), strict=True)
+            of_one_shape = [len({x.aval.shape for x in each}) == 1 for each in operands]
+            roles = _roles(compared, pair, inputs, of_one_shape, [x in with_gradient for x in eqn.outvars], comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
@@ -295,37 +295,48 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
 def _roles(
     compared: tuple[Any, Any],
     pair: Pair,
-    known: tuple[Sequence[Relation], Collection[int], Sequence[bool], Sequence[bool]],
+    inputs: Sequence[Relation],
+    of_one_shape: Sequence[bool],
+    have_gradient: Sequence[bool],
     comparison: TraceComparison,
-    *,
-    keeps_whole: bool,
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results.
 
     What is made before the layers is that of the whole batch, of which a microbatch has its examples, whatever it is
-    made of; but for what is made again of each microbatch. `known` has the relations of the inputs, which constants
-    have the same shape in a microbatch, which operands are made again, and which results have a gradient.
+    made of. `inputs` are the relations of those of the traces; flags tell which operands have the same shape in a
+    microbatch, and which results have a gradient.
     """
-    inputs, of_one_shape, are_again, have_gradient = known
-    eqns = pair.whole, pair.part
-    whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
-    operands = comparison.run(whole, part, inputs, keeps_whole=keeps_whole)
-    sizes = sizes_of(inputs, *compared)
-    for i, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
+    whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, pair.both, strict=True))
+    operands, scan = comparison.run(whole, part, inputs, keeps_whole=True), scan_of(pair.whole)
+    sizes, sums = sizes_of(inputs, *compared), dict[int, Relation]()
+    for i, atoms in enumerate(zip(*(eqn.invars for eqn in pair.both), strict=True)):
         if operands[i].is_plain:
             continue
-        if i in of_one_shape and are_again[i]:
-            raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
-        if i in of_one_shape:
+        if of_one_shape[i]:
+            if operands[i].kind is Kind.SUM and scan.num_consts <= i < scan.num_consts + scan.num_carry:
+                sums[i] = operands[i]
             operands[i] = SAME
-        elif (dim := dim_of_examples(atoms[0].aval.shape, atoms[1].aval.shape, sizes)) is not None:
-            if are_again[i]:
-                raise CannotCut(f"pipeline='1f1b': {operands[i].why or 'its layers read what is not of each example'}")
+        elif (dim := dim_of_examples(*(x.aval.shape for x in atoms), sizes)) is not None:
             operands[i] = rows(dim)
-    comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
-    results = comparison.equation(pair, operands)
-    comparison.source = ""
-    scan = scan_of(pair.whole)
+    # Layers go on with a sum that is carried into them, or read it.
+    refusals = list[CannotCut]()
+    for starts in [sums, dict[int, Relation]()][not sums :]:
+        try:
+            begun = [starts.get(i, x) for i, x in enumerate(operands)]
+            comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
+            results = comparison.equation(pair, begun)
+            return _roles_of(scan, begun, results, have_gradient)
+        except CannotCut as error:
+            refusals.append(error)
+        finally:
+            comparison.source = ""
+    raise refusals[0]
+
+
+def _roles_of(
+    scan: Subcall, operands: Sequence[Relation], results: Sequence[Relation], have_gradient: Sequence[bool]
+) -> tuple[list[Role], list[Role]]:
+    """Returns the roles of the constants and of the results of a scan, by relations."""
     consts, carry, slices = scan.split(operands)
     shared = [role_of(x, "what its layers read") for x in consts]
     for x in slices:
@@ -333,10 +344,8 @@ def _roles(
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
     for x, flag in zip(carry, have_gradient, strict=False):
         role_of(x, "what its layers begin with", has_gradient=flag)
-    made = [
-        role_of(x, "what its layers make", has_gradient=flag) for x, flag in zip(results, have_gradient, strict=True)
-    ]
-    return shared, made
+    pairs = zip(results, have_gradient, strict=True)
+    return shared, [role_of(x, "what its layers make", has_gradient=flag) for x, flag in pairs]
 
 
 def role_of(x: Relation, what: str, *, has_gradient: bool = True) -> Role:

@@ -212,7 +212,14 @@ class Ticks:
         """Returns the sum of a gradient sharded by stage, and as it is to be."""
         return self.place.pinned_to(x, self.shardings[i] if self.shardings else None)
 
-    # --- what is made ------------------------------------------------------------------------------------------------
+    # --- what enters and is made ------------------------------------------------------------------------------------
+
+    def begun(self, role: Role, x: Any, is_first: jax.Array) -> jax.Array:
+        """Returns what a microbatch, the first or another one, begins with of a carry that has no examples."""
+        if role.kind is not Kind.SUM:
+            return x
+        # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
+        return x * self.num_microbatches ** (float(role.power) - 1) if is_float(x) else jnp.where(is_first, x, 0)
 
     def nothing(self, role: Role, like: Any, num_groups: int = 1) -> jax.Array | None:
         """Returns what there is of a value before the first tick; None for examples, which each tick has others of."""
@@ -263,7 +270,8 @@ class _Ticks(Ticks):
         pairs = zip(rings, self.values, strict=True)
         # What has examples waits and enters by its ring; of other values all microbatches begin with the same.
         waiting, entered = zip(*((None, None) if ring is None else ring.entered(x) for ring, x in pairs), strict=True)
-        begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
+        of_stages = lambda x: jnp.broadcast_to(x, (self.num_stages, *jnp.shape(x)))  # noqa: E731
+        begun = [None if role.is_rows else of_stages(x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
         after = [
             begun[i] if ring is None else lax.stop_gradient(x)
@@ -276,7 +284,7 @@ class _Ticks(Ticks):
         def tick(before: Any, t: jax.Array, moves: Moves) -> tuple[Any, list[Any]]:
             after, waiting, made, stacked, sums = before
             turns = [
-                (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t, moves)
+                (None, self.begun(role, x, t == 0)) if ring is None else ring.tick(own, old, t, moves)
                 for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
             ]
             waiting, is_turn = [own for own, _ in turns], (self.stage == 0) & (self.group(t) == 0)
@@ -310,20 +318,7 @@ class _Ticks(Ticks):
             results.append(self.rows_of_layers(role, next(remaining)) if role.is_rows else self.of_all(role, x, like))
         return results
 
-    # --- what enters and is made ------------------------------------------------------------------------------------
-
-    def begun(self, role: Role, x: Any) -> jax.Array | None:
-        """Returns what each microbatch begins with of a carry without examples, on all stages."""
-        if role.is_rows:
-            return None
-        if role.kind is Kind.SUM and role.power != 1 and is_float(x):  # of as many equal parts
-            x = x * self.num_microbatches ** (float(role.power) - 1)
-        return jnp.broadcast_to(x[None], (self.num_stages, *jnp.shape(x)))
-
-    def begun_in(self, role: Role, x: Any, t: jax.Array) -> jax.Array:
-        """Returns what enters of it in a tick."""
-        # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
-        return jnp.where(t == 0, x, 0) if role.kind is Kind.SUM and not is_float(x) else x
+    # --- what is made -----------------------------------------------------------------------------------------------
 
     def pinned_sums(self, sums: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns sums sharded by stage, and as they are to be."""

@@ -132,7 +132,7 @@ class PipelinedProgram(LossProgram):
         is_1f1b = self.stages.schedule.is_interleaved
         comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b)
         # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
-        traces, ends = comparison.in_blocks(traces, relations, keeps_whole=is_1f1b)
+        traces, ends = comparison.in_blocks(traces, relations)
         whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if is_1f1b:

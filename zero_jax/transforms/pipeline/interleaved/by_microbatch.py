@@ -52,7 +52,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in of_loss for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
-    inside = [traces.traced(x, own, [*shared, *examples], end.results, alone=True) for x in each]
+    inside = [traces.traced(x, own, [*shared, *examples], end.results) for x in each]
     program = MicrobatchProgram(
         loop=loop,
         jaxpr=layer_of_microbatch(inside[0], (inside[1], inside[2]), axes),
@@ -180,16 +180,10 @@ class _End:
                     raise CannotCut("it is made of a mean of whole numbers over the examples")
             except CannotCut as error:
                 own, why = {}, str(error)
-            is_late = not (late.isdisjoint(reads) and traces.sums_before.isdisjoint(jaxprs.variables(eqn)))
-            if not made or (len(own) == len(made) and not is_late):
+            if not made or (len(own) == len(made) and late.isdisjoint(reads)):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads) and not of_loss.isdisjoint(eqn.outvars):
                 raise CannotCut(f"the loss is not made of those of microbatches: {'examples are read' if own else why}")
-            elif eqn is whole.eqns[traces.index]:
-                of_others = (
-                    "its layers read a sum over the examples that those of another loop made (add it behind them)"
-                )
-                raise CannotCut(of_others if own else why)
             else:
                 late.update(made)
                 eqns.append(eqn)

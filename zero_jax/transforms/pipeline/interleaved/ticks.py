@@ -261,8 +261,9 @@ class InterleavedTicks(Ticks):
         self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns carries and stacks behind the layers of a stage, and sums; the first layer reads `values`."""
-        (stage, group, _, is_own), num_carry = work, len(self.loop.carry)
+        (stage, group, number, is_own), num_carry = work, len(self.loop.carry)
         consts, begun = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
+        begun = [self.begun(role, x, number == 0) for role, x in zip(self.loop.carry, begun, strict=True)]
         of_layers = dict(zip(self.of_layers, sums, strict=True))
         # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
         begins = (stage == 0) & (group == 0) | ~is_own

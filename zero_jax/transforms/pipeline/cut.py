@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -62,29 +61,6 @@ OF_ONE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Role:
-    """What a value of a loop over layers is to a microbatch."""
-
-    # The microbatch has its own examples of it (ROWS), the value of the batch (SAME), a part of a SUM, or a value of
-    # which that of the batch is the largest or smallest (MAX, MIN), as far as no gradient is asked of that
-    kind: Kind
-    dim: int = 0  # the dim of examples, for ROWS
-    # For a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`
-    power: Fraction = Fraction(0)
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether a microbatch has its own examples of it."""
-        return self.kind is Kind.ROWS
-
-    @property
-    def relation(self) -> Relation:
-        """The relation of the value on the batch to those of microbatches."""
-        dim = self.dim if self.is_rows else None
-        return Relation(kind=self.kind, dim=dim, power=self.power, of_params=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
     """The stages that a loss is cut into."""
 
@@ -124,9 +100,11 @@ class LayerLoop(Stages):
     # The closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants, carries and
     # slices, and returns carries and slices
     layer: Any
-    consts: tuple[Role, ...]  # the roles of the scan's constants
-    carry: tuple[Role, ...]  # the roles of its carries
-    ys: tuple[Role, ...]  # the roles of what it stacks; ROWS have their dim in the stack
+    # What values of the batch are to those of microbatches (`checked`): the scan's constants, its carries, and what it
+    # stacks, of which ROWS have their dim in the stack
+    consts: tuple[Relation, ...]
+    carry: tuple[Relation, ...]
+    ys: tuple[Relation, ...]
     num_slices: int  # the operands that it takes slices of
     unroll: int  # how many layers are one iteration of the compiled loop
     policy: Any  # what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone
@@ -161,7 +139,7 @@ class LayerLoop(Stages):
     @property
     def dims(self) -> tuple[int | None, ...]:
         """For each result the dim of examples, None where it has none."""
-        return tuple(role.dim if role.is_rows else None for role in (*self.carry, *self.ys))
+        return tuple(x.dim if x.is_rows else None for x in (*self.carry, *self.ys))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,9 +197,10 @@ def find_loops(
             # Of one example there may be another shape: the layers that run are not those that are compared.
             operands = zip(*(each.invars for each in (eqn, *others)), strict=True)
             of_one_shape = [len({x.aval.shape for x in each}) == 1 for each in operands]
-            roles = _roles(compared, pair, inputs, of_one_shape, [x in with_gradient for x in eqn.outvars], comparison)
+            have_gradient = [x in with_gradient for x in eqn.outvars]
+            relations = _relations(compared, pair, inputs, of_one_shape, have_gradient, comparison)
             _check_scan(scan, stages)
-            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
+            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, relations, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
@@ -292,15 +271,15 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 
-def _roles(
+def _relations(
     compared: tuple[Any, Any],
     pair: Pair,
     inputs: Sequence[Relation],
     of_one_shape: Sequence[bool],
     have_gradient: Sequence[bool],
     comparison: TraceComparison,
-) -> tuple[list[Role], list[Role]]:
-    """Returns the roles of the operands of a scan, and of its results.
+) -> tuple[list[Relation], list[Relation]]:
+    """Returns the relations of the constants of a scan, and of its results.
 
     What is made before the layers is that of the whole batch, of which a microbatch has its examples, whatever it is
     made of. `inputs` are the relations of those of the traces; flags tell which operands have the same shape in a
@@ -309,14 +288,14 @@ def _roles(
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, pair.both, strict=True))
     operands, scan = comparison.run(whole, part, inputs, keeps_whole=True), scan_of(pair.whole)
     sizes, sums = sizes_of(inputs, *compared), dict[int, Relation]()
-    for i, atoms in enumerate(zip(*(eqn.invars for eqn in pair.both), strict=True)):
+    for i in range(len(operands)):
         if operands[i].is_plain:
             continue
         if of_one_shape[i]:
             if operands[i].kind is Kind.SUM and scan.num_consts <= i < scan.num_consts + scan.num_carry:
                 sums[i] = operands[i]
             operands[i] = SAME
-        elif (dim := dim_of_examples(*(x.aval.shape for x in atoms), sizes)) is not None:
+        elif (dim := dim_of_examples(*pair.shapes(i), sizes)) is not None:
             operands[i] = rows(dim)
     # Layers go on with a sum that is carried into them, or read it.
     refusals = list[CannotCut]()
@@ -325,7 +304,7 @@ def _roles(
             begun = [starts.get(i, x) for i, x in enumerate(operands)]
             comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
             results = comparison.equation(pair, begun)
-            return _roles_of(scan, begun, results, have_gradient)
+            return _checked(scan, begun, results, have_gradient)
         except CannotCut as error:
             refusals.append(error)
         finally:
@@ -333,44 +312,40 @@ def _roles(
     raise refusals[0]
 
 
-def _roles_of(
+def _checked(
     scan: Subcall, operands: Sequence[Relation], results: Sequence[Relation], have_gradient: Sequence[bool]
-) -> tuple[list[Role], list[Role]]:
-    """Returns the roles of the constants and of the results of a scan, by relations."""
+) -> tuple[list[Relation], list[Relation]]:
+    """Returns the relations of the constants and of the results of a scan, if it can be cut."""
     consts, carry, slices = scan.split(operands)
-    shared = [role_of(x, "what its layers read") for x in consts]
+    shared = [checked(x, "what its layers read") for x in consts]
     for x in slices:
-        if role_of(x, "what it takes slices of").kind is not Kind.SAME:
+        if checked(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
     for x, flag in zip(carry, have_gradient, strict=False):
-        role_of(x, "what its layers begin with", has_gradient=flag)
+        checked(x, "what its layers begin with", has_gradient=flag)
     pairs = zip(results, have_gradient, strict=True)
-    return shared, [role_of(x, "what its layers make", has_gradient=flag) for x, flag in pairs]
+    return shared, [checked(x, "what its layers make", has_gradient=flag) for x, flag in pairs]
 
 
-def role_of(x: Relation, what: str, *, has_gradient: bool = True) -> Role:
-    """Returns the role of a value by its relation."""
+def checked(x: Relation, what: str, *, has_gradient: bool = True) -> Relation:
+    """Returns the relation of a value, if it can be made of those of microbatches."""
     if x.kind is Kind.UNKNOWN:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))
-    if x.is_plain:
-        return Role(kind=x.kind, dim=x.dim or 0)
-    if x.kind in EXTREMA:
-        if has_gradient:
-            which = "largest" if x.kind is Kind.MAX else "smallest"
-            raise CannotCut(f"{what} is the {which} value of all examples, and the loss may depend on it")
-        return Role(kind=x.kind)
-    if x.kind is Kind.SUM:
-        return Role(kind=Kind.SUM, power=x.power)
+    if x.kind in EXTREMA and has_gradient:  # of which that of the batch has another derivative
+        which = "largest" if x.kind is Kind.MAX else "smallest"
+        raise CannotCut(f"{what} is the {which} value of all examples, and the loss may depend on it")
     if x.kind is Kind.POSITIONS:
         raise CannotCut(f"{what} is the places of examples in the batch")
-    raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
+    if not (x.is_plain or x.kind is Kind.SUM or x.kind in EXTREMA):
+        raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
+    return x
 
 
-def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: Stages) -> LayerLoop:
+def _loop(eqn: Any, pair: Pair, relations: tuple[list[Relation], list[Relation]], stages: Stages) -> LayerLoop:
     """Returns a scan as stages: as traced on a microbatch, and by the pair of traces that were compared."""
-    (consts, results), scan = roles, scan_of(eqn)
-    for role, var in zip(results, eqn.outvars, strict=True):
-        if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
+    (consts, results), scan = relations, scan_of(eqn)
+    for x, var in zip(results, eqn.outvars, strict=True):
+        if x.kind is Kind.SUM and x.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
             raise CannotCut("its layers make a mean of whole numbers over the examples")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from zero_jax.dims import is_float
+from zero_jax.dims import Relation, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import read_for
 from zero_jax.program.evaluation import evaluate, evaluate_equations, trace_flat, values_of
@@ -20,7 +20,7 @@ from zero_jax.program.subcalls import scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.cut import LayerLoop, Role, pipeline_p, role_of
+from zero_jax.transforms.pipeline.cut import LayerLoop, checked, pipeline_p
 from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram
 from zero_jax.transforms.pipeline.interleaved.ticks import InterleavedTicks
 from zero_jax.transforms.pipeline.loop import Layer
@@ -157,7 +157,7 @@ class _End:
     whole: Any  # the jaxpr of the loss on the batch
     eqns: Sequence[Any]  # the equations that are on sums alone
     results: list[Any]  # what is summed, or else put together, of those of microbatches
-    roles: list[Role]  # what each of them is
+    roles: list[Relation]  # what each of them is
     summed: list[Any]  # those that the loss is made of
 
     @classmethod
@@ -168,14 +168,14 @@ class _End:
           CannotCut: something is neither that, nor made of what microbatches have.
         """
         whole, relations = traces.whole, traces.relations_after()
-        roles, late, eqns = dict[Any, Role](), set[Any](), []
+        roles, late, eqns = dict[Any, Relation](), set[Any](), []
         of_loss, why = read_for(whole.outvars[:1], whole.eqns), ""
         for eqn in whole.eqns:
             made = [x for x in eqn.outvars if x in relations]
             reads = [x for x in jaxprs.variables(eqn) if x in traces.after]
             what = "what loss_fn returns or reads of its layers"
             try:
-                own = {x: role_of(relations[x], what, has_gradient=x in of_loss) for x in made}
+                own = {x: checked(relations[x], what, has_gradient=x in of_loss) for x in made}
                 if any(role.power and x.aval.dtype.kind in "iub" for x, role in own.items()):
                     raise CannotCut("it is made of a mean of whole numbers over the examples")
             except CannotCut as error:

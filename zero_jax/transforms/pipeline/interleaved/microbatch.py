@@ -21,7 +21,7 @@ from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import trace_flat, values_of
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.pipeline.body import CannotCut
-from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, Role, are_of_one
+from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, are_of_one
 
 # The layers within the loss of a microbatch: of the constants and carries of the scan, without what it slices.
 layers_p = jex_core.Primitive("zero_layers")
@@ -38,7 +38,7 @@ class MicrobatchProgram:
     # one; the equation of `layers_p` in it returns carries and stacks.
     jaxpr: Any
     num_shared: int  # how many of its inputs are shared
-    results: tuple[Role, ...]  # what each of its results is to that of the batch
+    results: tuple[Relation, ...]  # what each of its results is to that of the batch
     summed: tuple[int, ...]  # the results that the loss of the batch is a sum of
 
     @property
@@ -54,7 +54,7 @@ class MicrobatchProgram:
     @property
     def dims(self) -> tuple[int | None, ...]:
         """For each result of its equation the dim of examples, None where it has none."""
-        return None, None, *(role.dim if role.is_rows else None for role in self.results)
+        return None, None, *(x.dim if x.is_rows else None for x in self.results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,9 @@ class LossTraces:
            +--> other layers
 
     `shared` is computed once, outside of the loop over ticks, and all microbatches read it. `examples` are outside,
-    too: leaves of the batch, and what layers that are run before have made of them; a microbatch has its part. All else
-    is its own: it is computed in the loop, in the stage that the microbatch is in (`operands`).
+    too: leaves of the batch, what layers that are run before have made of them, and what is made of several; a
+    microbatch has its part. All else is its own: it is computed in the loop, in the stage that the microbatch is in
+    (`operands`).
 
     Args:
       whole: the flat closed jaxpr of the loss on the batch.
@@ -118,7 +119,8 @@ class LossTraces:
     ):
         self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
-        self.roles = entry.loop.carry + entry.loop.ys
+        assert entry.loop is not None
+        self.made = entry.loop.carry + entry.loop.ys
         of_one = [False, len(parts) > 1, False, False]
         traces = (_Trace.of(x, whole, of_one=flag) for x, flag in zip((whole, *parts), of_one, strict=False))
         self.batch, self.microbatch, *others = traces
@@ -127,10 +129,10 @@ class LossTraces:
             raise CannotCut(OF_ONE)
         eqns = self.whole.eqns
         self.after = made_of(eqns[self.index].outvars, eqns)  # the layers and what is made of them
-        of_params = made_of([*self.whole.invars[:num_params], *self.whole.constvars], eqns)
+        self.of_params = made_of([*self.whole.invars[:num_params], *self.whole.constvars], eqns)
         # A table that is read as it is and transposed has one gradient, of the table: what is moved is not shared.
         moves = (eqn for eqn in eqns if eqn.primitive.name in SHAPES | COPIES)
-        self.moved = {x for eqn in moves for x in eqn.outvars if x in of_params}
+        self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
         # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
         loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and with_gradient.isdisjoint(eqn.outvars))
@@ -141,13 +143,13 @@ class LossTraces:
         largest = {x: max(y.aval.size for y in made) for made in (*others, *chains) for x in made_of(made, eqns)}
         own = self.after | (with_gradient - of_chains)
         self.of_others = {x for x, n in largest.items() if x not in own and x.aval.size <= n and self.has_rows(x)}
-        # So is what several examples have a part in, such as examples that are mixed, and what layers read of a batch
+        # So is what several examples have a part in, as if they are mixed, and other values that layers read.
         made_whole = {x for x in self.relations if self.compared[0].variables[x] in comparison.made_whole}
         made_whole |= {x for x in self.reads(self.index) if x in self.relations and not self.relations[x].is_plain}
         made_whole = {x for x in made_whole if not self.is_shared(x)}
         if any(x.aval.shape[1:] != self.microbatch.variables[x].aval.shape[1:] for x in made_whole):
             why = "its layers read of the whole batch what has examples in a dim that is not the first one"
-            raise CannotCut(OF_ONE if others else why)
+            raise CannotCut(OF_ONE if len(parts) > 1 else why)
         self.of_others |= made_whole
         self.without_gradient = self.of_others - with_gradient
 
@@ -165,21 +167,25 @@ class LossTraces:
     def relations_after(self) -> dict[Any, Relation]:
         """Returns the relations of what depends on the layers, where what is shared is as it is for the batch."""
         layers = self.whole.eqns[self.index].outvars
-        found = dict(zip(layers, (role.relation for role in self.roles), strict=True))
+        found = {x: dataclasses.replace(y, of_params=True) for x, y in zip(layers, self.made, strict=True)}
         results = [x for x in self.whole.outvars if not jaxprs.is_literal(x) and x in self.after]
         own, shared, examples = self.operands(results)
         own.remove(self.index)
         made = [x for i in own for x in self.whole.eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
         read = [x for x in layers if type(x).__name__ != "DropVar"]
-        inputs = [*[SAME] * len(shared), *[rows(0)] * len(examples), *(found[x] for x in read)]
+        known = (*((x, SAME) for x in shared), *((x, rows(0)) for x in examples))
+        inputs = [dataclasses.replace(relation, of_params=x in self.of_params) for x, relation in known]
+        inputs += [found[x] for x in read]
         whole, part = (self.traced(each, own, [*shared, *examples, *read], made) for each in self.compared)
         return found | dict(zip(made, self.comparison.run(whole, part, inputs), strict=True))
 
     def is_shared(self, x: Any) -> bool:
         """Tells whether a value is computed once for all microbatches."""
         relation = self.relations.get(x)
-        if x in self.after or relation is None or (relation.is_plain and relation.kind is Kind.SAME):
-            return x not in self.after and (relation is None or x not in self.moved)
+        if x in self.after or relation is None:
+            return x not in self.after
+        if relation.is_plain and relation.kind is Kind.SAME:
+            return x not in self.moved
         shapes = x.aval.shape, self.microbatch.variables[x].aval.shape
         return relation.kind is not Kind.ROWS and shapes[0] == shapes[1]
 

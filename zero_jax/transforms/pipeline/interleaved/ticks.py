@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from zero_jax.dims import Kind, is_float
+from zero_jax.dims import Kind, Relation, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import put_at, updated_at
-from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.interleaved.shared_reads import SharedReads
 from zero_jax.transforms.pipeline.interleaved.stage_passes import StagePasses
@@ -301,7 +300,7 @@ class InterleavedTicks(Ticks):
         x = x.reshape(n, m, x.shape[0] // (n * m), *x.shape[1:]).swapaxes(0, 1)
         return self.place.pinned(lax.collapse(x, 1, 3), (), self.place.batch)
 
-    def of_microbatches(self, role: Role, x: jax.Array) -> jax.Array:
+    def of_microbatches(self, role: Relation, x: jax.Array) -> jax.Array:
         """Returns a result of the batch from those of microbatches in all stages, `[microbatches, stages, ...]`."""
         return jnp.moveaxis(self.of_all_microbatches(jnp.moveaxis(x[:, -1], role.dim + 1, 1)), 0, role.dim)
 

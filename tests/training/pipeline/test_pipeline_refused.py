@@ -65,6 +65,13 @@ def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_a
     assert why in report.why_none
 
 
+def test_microbatches_too_small_for_a_remat_that_offloads_are_refused_with_that_reason():
+    config = make_config(stage=2, num_microbatches=4, remat="full_offloaded")
+    arguments = replaced(lambda x, w: x @ w["w"]), init_params(), make_batches(1)[0]
+    report = zero.pipeline_report(*arguments, mesh=zero.make_mesh(pipe=4), config=config)
+    assert "values of a microbatch are too small for that: give fewer microbatches, or remat='full'" in report.why_none
+
+
 def replaced(layer):
     """Returns a loss whose layers are others."""
 

@@ -33,7 +33,7 @@ from zero_jax.dims import (
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
+from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -52,6 +52,12 @@ LAYER_INPUT = "zero_layer_input"
 
 # What moves all elements of a param that all stages read, such as a table, or casts them.
 MOVED_WHOLE = ("transpose", "convert_element_type")
+
+# Why layers are not cut of which remat moves values for the batch, not for a microbatch.
+OF_SMALL = (
+    "remat moves what its layers keep of the batch to the host, or shards it, and values of a microbatch are too small "
+    "for that: give fewer microbatches, or remat='full'"
+)
 
 # Why a loss is not cut whose microbatches have one example.
 OF_ONE = (
@@ -188,6 +194,8 @@ def find_loops(
             others = same_scans(jaxprs_of, index)[1:]
             if len(others) < len(parts):
                 raise CannotCut("loss_fn does something else on a microbatch than on the batch")
+            if len({sum(x.primitive.name == "name" for x in equations_of(each)) for each in (eqn, *others)}) > 1:
+                raise CannotCut(OF_SMALL)
             if len(parts) > 1:
                 wirings, (one, many, two) = zip(*map(_wiring, others), strict=True)
                 numbers = zip(one, two, many, strict=False)

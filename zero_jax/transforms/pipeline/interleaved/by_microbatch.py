@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from zero_jax.dims import Relation, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import read_for
-from zero_jax.program.evaluation import evaluate, evaluate_equations, trace_flat, values_of
-from zero_jax.program.subcalls import scan_of
+from zero_jax.program.evaluation import evaluate, evaluate_equations, flattened, trace_flat, values_of
+from zero_jax.program.subcalls import kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -90,7 +90,7 @@ def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
 
     Of the others each stage would have derivatives times zero, which may be infinite: those of a root at zero.
     """
-    jaxpr, consts = jaxprs.open_jaxpr(loop.layer)
+    jaxpr, _ = jaxprs.open_jaxpr(flattened(loop.layer, kinds=("call", "remat")))
     carry = jaxpr.invars[1 + len(loop.consts) :][: len(loop.carry)]
     count, flags = -1, [*flags]
     while sum(flags) > count:  # the next layer may make what the loss is made of, of what this one carries
@@ -98,12 +98,29 @@ def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
         results = (x for x, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not jaxprs.is_literal(x))
         read = read_for(results, jaxpr.eqns)
         flags[: len(carry)] = [flag or x in read for flag, x in zip(flags, carry, strict=False)]
+    return loop.layer if all(flags) else _differentiated(loop.layer, flags)
+
+
+def _differentiated(closed: Any, flags: Sequence[bool]) -> Any:
+    """Returns a jaxpr whose results, and those of each `jax.checkpoint` in it, have a gradient where flags ask for it.
+
+    A `jax.checkpoint` derives all that it makes.
+    """
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    results = (x for x, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not jaxprs.is_literal(x))
+    read = read_for(results, jaxpr.eqns)
+
+    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if kind_of(eqn) == "remat" and not read.issuperset(eqn.outvars):
+            made = _differentiated(eqn.params["jaxpr"], [x in read for x in eqn.outvars])
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": jaxprs.open_jaxpr(made)[0]})
+        return jaxprs.bind(eqn, values)
 
     def run(*values: Any) -> list[Any]:
-        results = evaluate(jaxpr, consts, values)
+        results = evaluate(jaxpr, consts, values, equation)
         return [x if flag else lax.stop_gradient(x) for x, flag in zip(results, flags, strict=True)]
 
-    return loop.layer if all(flags) else trace_flat(run, [var.aval for var in jaxpr.invars])
+    return trace_flat(run, [var.aval for var in jaxpr.invars])
 
 
 def run_1f1b(

@@ -66,7 +66,7 @@ OF_ONE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stages:
     """The stages that a loss is cut into."""
 
@@ -115,12 +115,6 @@ class LayerLoop(Stages):
     unroll: int  # how many layers are one iteration of the compiled loop
     policy: Any  # what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone
     keeps_values: bool  # whether the backward pass reads more of a layer than its inputs
-
-    # Equal to itself alone: what is inherited compares the fields of `Stages`, which loops have in common.
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
 
     @property
     def num_stage_groups(self) -> int:

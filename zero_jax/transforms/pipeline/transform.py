@@ -133,6 +133,18 @@ class PipelinedProgram(LossProgram):
         comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b)
         # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
         traces, ends = comparison.in_blocks(traces, relations)
+        (whole, *parts), found = self.found(traces, relations, num_params, comparison)
+        if is_1f1b:
+            staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
+        else:
+            staged = _with_stages(whole, found)
+        staged = _with_ends(staged, ends)
+        return (in_turn(staged, num_params) if platform_of(self.stages.place.mesh) == "cpu" else staged), found
+
+    def found(
+        self, traces: Sequence[Any], relations: Sequence[Relation], num_params: int, comparison: TraceComparison
+    ) -> tuple[list[Any], list[FoundLoop]]:
+        """Returns traces whose scans over layers have examples of their own, and these scans."""
         how = {"num_params": num_params, "stages": self.stages, "comparison": comparison}
         whole, *parts = layers_apart(traces, num_params)
         found = find_loops(whole, parts, relations, **how)
@@ -140,14 +152,9 @@ class PipelinedProgram(LossProgram):
             of_own = layers_apart(traces, num_params, again)
             others = find_loops(of_own[0], of_own[1:], relations, **how)
             if any(others[i].loop for i in again):
-                (whole, *parts), pairs = of_own, zip(others, found, strict=True)
-                found = [x if x.loop else dataclasses.replace(x, why=y.why) for x, y in pairs]
-        if is_1f1b:
-            staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
-        else:
-            staged = _with_stages(whole, found)
-        staged = _with_ends(staged, ends)
-        return (in_turn(staged, num_params) if platform_of(self.stages.place.mesh) == "cpu" else staged), found
+                pairs = zip(others, found, strict=True)
+                return of_own, [x if x.loop else dataclasses.replace(x, why=y.why) for x, y in pairs]
+        return [whole, *parts], found
 
     def interleaved(
         self,

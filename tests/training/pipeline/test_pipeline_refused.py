@@ -10,6 +10,7 @@ from pipeline_cases import (
     BATCH_SIZE,
     FEATURES,
     LAYERS,
+    assert_step_of_one_device,
     by_experts,
     init_params,
     loss_fn,
@@ -257,7 +258,7 @@ def test_scalars_like_those_of_the_batch_are_the_same_of_a_microbatch(in_layers,
 
 
 @pytest.mark.parametrize(("in_layers", "pipeline"), [(True, "gpipe"), (False, "1f1b")])
-def test_a_number_that_is_another_of_one_example_is_refused(in_layers, pipeline):
+def test_a_number_that_is_another_of_one_example_is_that_of_the_batch_in_layers_alone(in_layers, pipeline):
     """Of more examples it is their number."""
 
     def loss_fn(params, batch):
@@ -268,9 +269,13 @@ def test_a_number_that_is_another_of_one_example_is_refused(in_layers, pipeline)
         return sum_of(x @ params["head"], not in_layers) + total
 
     mesh = zero.make_mesh(pipe=4, devices=jax.devices()[:4])
+    fields = {"mesh": mesh, "pipeline": pipeline, "stage": 2}
+    if in_layers:
+        arguments = loss_fn, init_params(), make_batches(1)[0]
+        return assert_step_of_one_device(*arguments, num_microbatches=BATCH_SIZE, **fields)
     with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches"):
-        lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=BATCH_SIZE)
-    lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=4)
+        lowered(loss_fn, num_microbatches=BATCH_SIZE, **fields)
+    lowered(loss_fn, num_microbatches=4, **fields)
 
 
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])

@@ -299,6 +299,8 @@ def _relations(
             operands[i] = SAME
         elif (dim := dim_of_examples(*pair.shapes(i), sizes)) is not None:
             operands[i] = rows(dim)
+    if any(x.kind is Kind.SAME and not flag for x, flag in zip(operands, of_one_shape, strict=True)):
+        raise CannotCut(OF_ONE)
     # Layers go on with a sum that is carried into them, or read it.
     refusals = list[CannotCut]()
     for starts in [sums, dict[int, Relation]()][not sums :]:

@@ -48,8 +48,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
-    of_loss = read_for(whole.outvars[:1], whole.eqns)
-    loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in of_loss for x in layers.outvars]))
+    loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in traces.with_gradient for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
     inside = [traces.traced(x, own, [*shared, *examples], end.results) for x in each]
@@ -69,7 +68,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         env = dict(zip((*whole.constvars, *whole.invars), (*consts, *leaves), strict=True))
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
         seeds, pairs = end.seeds(env), zip(examples, values_of(examples, env), strict=True)
-        own_examples = [lax.stop_gradient(x) if var in traces.without_gradient else x for var, x in pairs]
+        own_examples = [x if var in traces.with_gradient else lax.stop_gradient(x) for var, x in pairs]
         with jaxprs.source_context(layers):
             operands = *values_of(shared, env), *own_examples, *values_of(stacks, env)
             loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
@@ -186,29 +185,30 @@ class _End:
         """
         whole, relations = traces.whole, traces.relations_after()
         roles, late, eqns = dict[Any, Relation](), set[Any](), []
-        of_loss, why = read_for(whole.outvars[:1], whole.eqns), ""
+        why, with_gradient = "", traces.with_gradient
         for eqn in whole.eqns:
             made = [x for x in eqn.outvars if x in relations]
             reads = [x for x in jaxprs.variables(eqn) if x in traces.after]
             what = "what loss_fn returns or reads of its layers"
             try:
-                own = {x: checked(relations[x], what, has_gradient=x in of_loss) for x in made}
+                own = {x: checked(relations[x], what, has_gradient=x in with_gradient) for x in made}
                 if any(role.power and x.aval.dtype.kind in "iub" for x, role in own.items()):
                     raise CannotCut("it is made of a mean of whole numbers over the examples")
             except CannotCut as error:
                 own, why = {}, str(error)
             if not made or (len(own) == len(made) and late.isdisjoint(reads)):
                 roles.update(own)
-            elif any(x in roles and roles[x].is_rows for x in reads) and not of_loss.isdisjoint(eqn.outvars):
+            elif any(x in roles and roles[x].is_rows for x in reads) and not with_gradient.isdisjoint(eqn.outvars):
                 raise CannotCut(f"the loss is not made of those of microbatches: {'examples are read' if own else why}")
+            elif eqn is whole.eqns[traces.index]:
+                raise CannotCut(why)
             else:
                 late.update(made)
                 eqns.append(eqn)
         read = [x for eqn in eqns for x in jaxprs.variables(eqn)]
         read += [x for x in whole.outvars if not jaxprs.is_literal(x)]
         results = [x for x in dict.fromkeys(read) if x in roles]
-        needed = read_for(whole.outvars[:1], eqns)
-        summed = [x for x in results if x in needed and is_float(x.aval)]
+        summed = [x for x in results if x in with_gradient and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 
     @property

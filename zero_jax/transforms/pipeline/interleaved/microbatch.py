@@ -119,6 +119,7 @@ class LossTraces:
     ):
         self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
+        self.with_gradient = with_gradient
         assert entry.loop is not None
         self.made = entry.loop.carry + entry.loop.ys
         of_one = [False, len(parts) > 1, False, False]
@@ -151,7 +152,6 @@ class LossTraces:
             why = "its layers read of the whole batch what has examples in a dim that is not the first one"
             raise CannotCut(OF_ONE if len(parts) > 1 else why)
         self.of_others |= made_whole
-        self.without_gradient = self.of_others - with_gradient
 
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers, and of constants that are not shared."""

@@ -332,10 +332,11 @@ def sizes_of(inputs: Sequence[Relation], *traces: Any) -> list[int]:
 
 
 def dim_of_examples(whole: Sequence[int], part: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Returns the one dim in which the shape of a value differs on a part, if it is as long as the examples."""
-    pairs = [*zip(whole, part, strict=False)] if len(whole) == len(part) else []
-    differing = [dim for dim, (a, b) in enumerate(pairs) if a != b]
-    return differing[0] if len(differing) == 1 and [*pairs[differing[0]]] == [*sizes] else None
+    """Returns the one dim in which the shape of a value differs on a part, if it has as many rows of each example."""
+    pairs = enumerate(zip(whole, part, strict=False)) if len(whole) == len(part) and sizes else ()
+    differing = [(dim, *pair) for dim, pair in pairs if pair[0] != pair[1]]
+    found = [dim for dim, a, b in differing if a % sizes[0] == 0 and a // sizes[0] * sizes[1] == b]
+    return found[0] if len(found) == len(differing) == 1 else None
 
 
 def _of_numpy(x: Any) -> np.ndarray:

@@ -208,7 +208,8 @@ class _End:
         read = [x for eqn in eqns for x in jaxprs.variables(eqn)]
         read += [x for x in whole.outvars if not jaxprs.is_literal(x)]
         results = [x for x in dict.fromkeys(read) if x in roles]
-        summed = [x for x in results if x in with_gradient and is_float(x.aval)]
+        needed = read_for(whole.outvars[:1], [x for x in eqns if x.primitive.name != "stop_gradient"])
+        summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 
     @property

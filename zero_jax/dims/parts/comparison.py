@@ -245,7 +245,8 @@ class TraceComparison:
                 sizes = {pair.shapes(i)[0][x.dim] for i, x in enumerate(inputs) if x.kind is Kind.ROWS}
             is_same = lambda i, x: x.kind is Kind.ROWS and {pair.results(i)[0][x.dim]} == sizes  # noqa: E731
             return [dataclasses.replace(x, batches=0) if is_same(i, x) else x for i, x in enumerate(results)]
-        check(len(numbers) == 1 and all(x.kind is Kind.ROWS for x in along))
+        check(len(numbers) == 1, "batches")
+        check(all(x.kind is Kind.ROWS for x in along))
         (number,), why = numbers, next(x.why for x in inputs if x.batches > 1)
         results = rule(pair, [dataclasses.replace(x, batches=1, why="") for x in inputs])
         check(all(x.kind in (Kind.ROWS, Kind.SAME, Kind.SUM) for x in results))

@@ -282,13 +282,15 @@ def test_params_that_are_one_array(tmp_path):
         export(tmp_path, tmp_path / f"out{ema_too}", ema=ema_too)
 
 
-def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch):
+# A server reports at `fsync` what it could not write of a map.
+@pytest.mark.parametrize("function", ["posix_fallocate", "fsync"])
+def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch, function):
     folder, _ = run
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, function, full)
     with pytest.raises(ValueError, match=r"cannot write .*out: No space left on device .*; nothing was left"):
         export(folder, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -79,7 +79,8 @@ def test_where_all_are_damaged_each_is_named_and_nothing_is_touched(cut_off):
     before = files()
     with pytest.raises(ValueError, match="no undamaged checkpoint in") as caught:
         train(cut_off)
-    _, first, second = str(caught.value).splitlines()
+    _, first, second, remedy = str(caught.value).splitlines()
+    assert remedy.startswith("Restore what is damaged from a copy of it, or begin a run of another name")
     assert "step_00000008 is damaged or cut off" in first and "step_00000004/record/metadata is missing" in second
     assert files() == before
 

@@ -223,7 +223,9 @@ def test_a_line_without_end_takes_little_memory():
     assert out.getvalue().count("x") == 150_000
 
 
-@pytest.mark.parametrize(("how_long", "status"), [(0, 0), (60, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how_long", "status"), [pytest.param(0, 0, marks=pytest.mark.slow), (60, 128 + signal.SIGTERM)]
+)
 def test_a_reader_of_the_launcher_that_does_not_read_stops_neither_the_processes_nor_a_signal(how_long, status):
     """As in a pager, or after Ctrl-S; processes that wait for room in a pipe would wait for ever."""
     launched = start("-n", "2", "--grace-seconds", "1", "--", "python", SCRIPT, "talk", str(how_long))

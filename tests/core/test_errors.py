@@ -214,6 +214,40 @@ def test_a_third_parameter_that_is_no_key():
     assert "third parameter of loss_fn ('y') gets a PRNG key: " in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "is_of_key"),
+    [
+        (lambda x, y: x["inputs"] - y, True),  # names the dtype of a key
+        (lambda x, y: x["inputs"][y[:, None]], True),  # of a scalar
+        (lambda x, y: jnp.tanh(x), True),  # all of the batch as an array
+        (lambda x, y: x["input"], False),
+        (lambda x, y: jnp.ones(3) @ jnp.ones(4) * jax.random.bernoulli(y), False),
+    ],
+)
+def test_the_note_on_a_third_parameter_is_of_errors_that_it_explains(wrong, is_of_key):
+    loss = lambda params, x, y: loss_fn(params, x) + wrong(x, y).mean()  # noqa: E731
+    step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=reference.make_config(stage=1))
+    with pytest.raises((TypeError, IndexError, KeyError)) as caught:
+        step(stage_1_state(), make_batch())
+    assert ("third parameter" in "".join(getattr(caught.value, "__notes__", []))) == is_of_key
+
+
+def test_a_module_of_flax_linen_is_no_params():
+    module = pytest.importorskip("flax.linen").Dense(4)
+    with pytest.raises(ValueError, match=r"params is Dense.*no array: give the params that its init returns"):
+        zero.init_state(module, optax.sgd(0.1), jax.random.key(0), mesh=mesh_of("4"), config=reference.make_config())
+
+
+def test_params_that_are_gathered_may_be_given_by_keyword_and_their_specs_are_not_those_of_a_state():
+    loss = zero.gather_on_use(lambda weights, batch: (batch @ weights).sum(), P("data"), mesh=mesh_of("4"))
+    assert loss(batch=jnp.ones((4, 8)), weights=jnp.ones((8, 4))) == 128
+    with pytest.raises(TypeError, match="missing a required argument: 'weights'"):
+        loss(batch=jnp.ones((4, 8)))
+    with pytest.raises(ValueError, match=r"give those of the params alone: shardings\.params"):
+        shardings = jax.tree.map(lambda x: x.sharding, stage_1_state())
+        zero.gather_on_use(loss_fn, shardings, mesh=mesh_of("4"))(host_params(), make_batch())
+
+
 def test_keys_of_microbatches_make_no_key():
     config = reference.make_config(stage=1, num_microbatches=2)
     loss = lambda p, b, key: (loss_fn(p, b), {"key": key})  # noqa: E731

@@ -146,3 +146,40 @@ def test_a_stream_in_memory_gets_all_and_a_reader_that_has_ended_is_an_error(pip
         UnstalledStream(lambda: writer).write("a line\n")
     with open(os.devnull, "w") as other:  # which the writer closes instead, as it has text that it cannot flush
         os.dup2(other.fileno(), writer.fileno())
+
+
+def test_lines_of_several_threads_are_each_there_once(pipe):
+    """As those of a save in the background beside those of the steps: a run ended with an `IndexError`."""
+    reader, writer = pipe
+    stream, failures = UnstalledStream(lambda: writer), []
+
+    def work(name):
+        try:
+            for k in range(300):
+                print(f"{name} {k}", file=stream)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    read = [reader.readline() for _ in range(4 * 300)] if not failures else []
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sorted(read) == sorted(f"{name} {k}\n" for name in "abcd" for k in range(300))
+
+
+def test_a_line_of_a_signal_within_a_line_comes_after_it(pipe):
+    reader, writer = pipe
+    stream = UnstalledStream(lambda: writer)
+    flush = writer.flush
+
+    def interrupted():
+        writer.flush = flush
+        print("signal", file=stream)
+        flush()
+
+    writer.flush = interrupted
+    print("step", file=stream)
+    assert [reader.readline() for _ in range(2)] == ["step\n", "signal\n"]

@@ -133,13 +133,16 @@ def test_several_evict_and_write_at_once(tmp_path):
 
 def test_what_is_left_half_done_goes_with_time(tmp_path):
     old, new = tmp_path / f"{user_cache.PARTIAL}old", tmp_path / f"{user_cache.PARTIAL}new"
-    for path in (old, new):
+    written = tmp_path / f"{user_cache.PARTIAL}written"  # as after the clock was set forward
+    for path in (old, new, written):
         path.write_bytes(b"half")
     two_days_ago = time.time() - 2 * 24 * 3600
-    os.utime(old, (two_days_ago, two_days_ago))
     (tmp_path / f"{user_cache._DISCARDED}1").mkdir()
-    evict_oldest(tmp_path, is_own=is_own)
-    assert list(tmp_path.iterdir()) == [new]
+    with in_use(written):
+        for path in (old, written):
+            os.utime(path, (two_days_ago, two_days_ago))
+        evict_oldest(tmp_path, is_own=is_own)
+    assert {*tmp_path.iterdir()} == {new, written}
 
 
 def test_without_a_home_folder(monkeypatch):

@@ -228,6 +228,7 @@ def test_losses_of_experts_and_extra_tokens_add_up_over_parts_of_a_batch():
     assert np.abs(expected[1]["blocks"]["router_bias"]).max() > 0
 
 
+@pytest.mark.slow
 def test_blocks_that_are_a_list_are_those_of_the_stack():
     """Also where the layers with a window make no whole number of periods."""
     config = dataclasses.replace(GEMMA, num_layers=3)

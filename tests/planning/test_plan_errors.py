@@ -202,6 +202,7 @@ def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):
     assert f"\nnote: {kept}\n" in str(report)
 
 
+@pytest.mark.slow
 def test_a_long_compile_is_told_of_a_shorter_one(monkeypatch):
     monkeypatch.setattr(compile_process, "_SECONDS_TO_HINT", 0)
     arguments = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "cache": None}

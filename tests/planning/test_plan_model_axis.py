@@ -116,6 +116,7 @@ def test_the_attentions_of_a_plan_are_those_that_its_step_fuses(pipe):
     assert len(fused) * pipe == 4  # of a stage, which has as many layers in turn
 
 
+@pytest.mark.slow
 def test_a_batch_that_only_a_size_of_the_model_axis_divides_is_searched(capsys):
     fixed = ("--batch-size", "6", "--num-layers", "1", "--remat", "full", "--stage", "3", "--max-compiles", "0")
     status, out, _ = run("plan", capsys, "--auto", "--model", "gpt-tiny", "--topology", "v5e:2x2", *fixed, "--json")
@@ -165,7 +166,11 @@ def test_the_remat_option_places_residuals(capsys):
         ([*OWN, "--param-specs", "planned:SPEC", "--model-axis", "2"], "did you mean 'SPECS'?"),
         ([*OWN[:1], "planned:SPECS", *OWN[2:]], "is of type dict: name a function"),
         ([*SMALL, "--remat", "ful"], "did you mean 'full'"),
-        ([*SMALL, "--remat", "full_sharded", "--model-axis", "1"], "choose 'full' or 'full_offloaded'"),
+        pytest.param(
+            [*SMALL, "--remat", "full_sharded", "--model-axis", "1"],
+            "choose 'full' or 'full_offloaded'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_input(arguments, message, capsys):

@@ -157,6 +157,21 @@ def test_a_run_of_the_trainer_in_python_is_no_checkpoint_of_the_hub(command, tmp
     assert (status, out) == (2, "") and f"{tmp_path} is a run that zero.Trainer made in Python" in err
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("gone.txt", "the run's data gone.txt is gone, and its tokenizer with it: give --tokenizer FILE"),
+        ("gone/*.jsonl", "no checkpoint in"),
+        ("hf:name", "no checkpoint in"),
+    ],
+)
+def test_text_that_is_no_folder_of_tokens_is_bytes_wherever_it_is(data, message, tmp_path, capsys):
+    model = '[model]\npreset = "gpt-tiny"\nnum_layers = 1\nd_model = 16\nnum_heads = 2\nseq_len = 16\n'
+    (tmp_path / "config.toml").write_text(f'{model}[data]\ndata = "{data}"\n')
+    status, out, err = run(["sample", str(tmp_path), "--prompt", "a", "--num-tokens", "2"], capsys)
+    assert (status, out) == (2, "") and message in err
+
+
 def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
     tokenizer(hub / "tokenizer.json", num_tokens=250, more={"zz": 320})

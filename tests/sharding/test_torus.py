@@ -202,9 +202,10 @@ def test_gathers_over_two_dims_of_a_3d_torus_are_native(overlap):
     assert sum(c.total_sent_bytes for c in found) == 2 * 4096**2 * 63 // 64
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("topology", [pytest.param("v6e:8x8", marks=pytest.mark.slow), "v6e:2x4"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("topology", ["v6e:8x8", "v6e:2x4"])
 def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
     """Gathers and reduce-scatters, of rows and of lanes, are one operation each with the options of a step."""
     pytest.importorskip("libtpu")

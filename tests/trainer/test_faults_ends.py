@@ -172,6 +172,7 @@ def test_a_config_file_of_the_users_in_the_folder_of_a_run_is_kept(tmp_path, cap
     assert [x.name for x in folder.glob("config-*")] == ["config-1.toml"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_leaves_the_configs_of_the_one_that_it_would_resume(tmp_path, capsys):
     command, configs = [*train_command(tmp_path), "--resume", "auto"], ("config.toml", "config.json")
     assert cli.main(command) == 0

@@ -347,6 +347,12 @@ def test_a_config_that_no_run_wrote_is_not_written_over(config, tmp_path, text):
     assert path.read_text() == text
 
 
+def test_an_empty_config_as_a_power_cut_leaves_it_keeps_no_run_from_going_on(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    assert run_folder.make_folder(tmp_path, "mine", "default", resume=True) == (tmp_path / "mine", False)
+
+
 def test_a_pipe_in_place_of_a_config_is_not_waited_for(config, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     os.mkfifo(tmp_path / "runs/mine/config.json")
@@ -433,6 +439,8 @@ def test_what_a_run_of_one_step_tells_has_no_speed():
     fields |= {"status": "preempted", "model": "gpt", "directory": "runs/a", "tokens_per_second": math.nan}
     told = str(trainer.TrainResult(**fields)).splitlines()[0]
     assert told == "gpt: 1 step at stage 1 on 1 device in 1 s, 1 skipped; stopped by a signal"
+    fields |= dict.fromkeys(("first_train_loss", "final_train_loss", "first_validation_loss"), math.nan)
+    assert "nan" not in str(trainer.TrainResult(**{**fields, "num_steps": 0}))
 
 
 def test_where_a_host_has_its_files_may_differ_between_processes(monkeypatch):

@@ -62,9 +62,21 @@ def evaluate(batch, **fields):
 
 
 def shard_later(batch):
+    later(lambda: zero.shard_batch(batch, mesh=MESH))
+
+
+def gather(size):
+    shardings = jax.tree.map(lambda x: x.sharding, make().params)
+    loss = zero.gather_on_use(loss_fn, shardings, mesh=MESH)
+    batch = {"x": jax.ShapeDtypeStruct((size, 16), np.float32)}
+    call = lambda params, batch: loss(params, batch=batch)  # noqa: E731
+    later(lambda: jax.eval_shape(call, jax.eval_shape(init, jax.random.key(0)), batch))
+
+
+def later(what):
     if INDEX == 1:
         from_all_processes("after process 0")
-    zero.shard_batch(batch, mesh=MESH)
+    what()
     if INDEX == 0:
         from_all_processes("before process 1")
 
@@ -85,6 +97,8 @@ def check_keys(keys):
 attempt("equal parts of a step", lambda: train({"x": LINES}))
 attempt("equal parts of an evaluation", lambda: evaluate({"x": LINES}))
 attempt("equal parts that are sharded", lambda: shard_later({"x": LINES}))
+attempt("own sizes", lambda: gather(16 + 8 * INDEX))
+attempt("equal sizes", lambda: gather(16))
 attempt("own parts", lambda: (train({"x": OWN}), evaluate({"x": OWN}), shard_later({"y": OWN})))
 attempt("ones", lambda: (train({"x": np.ones((8, 16))}), shard_later({"z": np.ones((8, 16))})))
 attempt("keys", lambda: check_keys(jax.random.split(jax.random.key(INDEX), 8)))

@@ -171,6 +171,7 @@ def filtered_init(length=64, features=128):
     return {"times": normal(length, 16), "filter": normal(16, features)}
 
 
+@pytest.mark.slow
 def test_sums_of_complex_numbers_by_part_are_the_same():
     params, x = filtered_init(), normal(8, 64, 128)
     by_part = complex_sums_by_part(filtered)

@@ -221,6 +221,7 @@ def test_a_batch_in_the_dtypes_of_numpy_is_taken_as_by_a_step():
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_leaves_that_rounding_may_change_by_as_much_are_not_called_equal():
     """As of a layer before one of zeros, which has no gradient."""
     batch = {"x": jnp.ones((8, 8)), "y": jnp.zeros((8, 8))}
@@ -234,6 +235,7 @@ def test_leaves_that_rounding_may_change_by_as_much_are_not_called_equal():
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_params_that_are_in_16_bits_by_themselves_are_rounded_as_such():
     """Of `fp32`, which leaves each leaf in the dtype that it is made in."""
     loss_fn, init_fn, batch = nnx_model()

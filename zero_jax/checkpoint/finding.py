@@ -228,7 +228,8 @@ def check_outside(folder: str | os.PathLike[str]) -> None:
 
 def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:
     """Returns the error message for a folder of which all checkpoints are damaged."""
-    return f"no undamaged checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
+    remedy = "Restore what is damaged from a copy of it, or begin a run of another name; nothing was removed"
+    return "\n".join([f"no undamaged checkpoint in {folder}:", *(f"- {line}" for line in problems), remedy])
 
 
 def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:

@@ -21,7 +21,7 @@ from zero_jax.cli.models.presets import ActivationConfig, experts_of, model_sect
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
-from zero_jax.core.files.partial_folder import partial_folder
+from zero_jax.core.files.partial_folder import partial_folder, publish
 from zero_jax.core.files.user_cache import has_mark
 from zero_jax.planning import PlanReport
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
@@ -112,7 +112,7 @@ def _keep_companions(folder: str, run: pathlib.Path) -> None:
     with partial_folder(target) as partial:  # a run that is killed here has all of them or none
         copy_companions(folder, partial)
         write_config(partial, source.hf_config, source.dtypes)
-        partial.rename(target)
+        publish(partial, target)
 
 
 def check_plan_file(path: pathlib.Path) -> None:

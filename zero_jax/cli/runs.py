@@ -205,7 +205,8 @@ class _Source:
         if data.tokenizer != "auto":
             return data
         folder = user_path(data.data)
-        if data.data != "stdlib" and not folder.exists():
+        is_path = data.data != "stdlib" and not data.data.startswith("hf:") and not {*"*?["} & {*data.data}
+        if is_path and not folder.exists():
             raise ValueError(f"the run's data {data.data} is gone, and its tokenizer with it: give --tokenizer FILE")
         return dataclasses.replace(
             data, tokenizer=token_folder_tokenizer(folder) if is_token_folder(folder) else "bytes"

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import select
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO, cast
@@ -42,7 +43,10 @@ class UnstalledStream(io.TextIOBase):
 
     def __init__(self, stream: Callable[[], TextIO | None]):
         self._stream = stream
-        self._pending = ""  # of a line whose end is not there, so that lines of several processes are not mixed
+        # `text` of a line whose end is not there, so that lines of several processes or threads are not mixed
+        self._pending = threading.local()
+        self._lock = threading.RLock()  # not of one thread alone: the handler of a signal writes within a write
+        self._is_writing = False
         # What there was no room for: text, and how many lines are missing where some were dropped
         self._held: collections.deque[str | int] = collections.deque()
         self._num_held = 0  # its characters
@@ -65,28 +69,35 @@ class UnstalledStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Writes text, or drops it, if it ends a line, and else at the next `flush`; returns its length."""
-        self._pending += text
+        self._pending.text = getattr(self._pending, "text", "") + text
         if "\n" in text:
             self.flush()
         return len(text)
 
     def flush(self) -> None:
         """Writes the beginning of a line, too."""
-        (text, self._pending), stream = (self._pending, ""), self._stream()
+        text, self._pending.text, stream = getattr(self._pending, "text", ""), "", self._stream()
         if not text or stream is None:
             return
         if encoding := getattr(stream, "encoding", None):  # or the pieces before a character that it lacks are there
             with contextlib.suppress(LookupError):
                 text.encode(encoding, getattr(stream, "errors", None) or "strict")
-        # While text is held nothing is waited for, or a run would take seconds for each line.
-        seconds = 0.0 if self._held else PATIENCE_SECONDS
-        self._held.append(text)
-        self._num_held += len(text)
-        self._write_held(stream, seconds)
-        self._drop(0 if _is_terminal(stream) else MAX_HELD)
-        if self._num_held and not self._is_drained:
-            self._is_drained = True
-            atexit.register(self._drain)
+        with self._lock:
+            # While text is held nothing is waited for, or a run would take seconds for each line.
+            seconds = 0.0 if self._held else PATIENCE_SECONDS
+            self._held.append(text)
+            self._num_held += len(text)
+            if self._is_writing:  # which goes on with this text
+                return
+            self._is_writing = True
+            try:
+                self._write_held(stream, seconds)
+                self._drop(0 if _is_terminal(stream) else MAX_HELD)
+            finally:
+                self._is_writing = False
+            if self._num_held and not self._is_drained:
+                self._is_drained = True
+                atexit.register(self._drain)
 
     def _write_held(self, stream: TextIO, seconds: float) -> None:
         """Writes what is held, as far as there is room within some seconds."""
@@ -123,7 +134,7 @@ class UnstalledStream(io.TextIOBase):
 
     def _drain(self) -> None:
         """Writes what is held as long as something reads it."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), self._lock:
             while (num := self._num_held) and (stream := self._stream()) is not None:
                 self._write_held(stream, 0.0 if UnstalledStream._is_unread else LAST_PATIENCE_SECONDS)
                 if self._num_held == num:

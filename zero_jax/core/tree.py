@@ -132,6 +132,8 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
             where, kind = f"{what} leaf {name!r}" if name else what, type(leaf).__name__
             if isinstance(leaf, Mapping):  # the batch of a Hugging Face tokenizer, say
                 remedy = "make a dict of it, dict(...)"
+            elif hasattr(leaf, "init") and hasattr(leaf, "apply"):
+                remedy = "give the params that its init returns, or what zero.from_linen(module, loss, *inputs) makes"
             elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
                 remedy = f"register its class, jax.tree_util.register_dataclass({kind}), so that JAX sees its fields"
             raise ValueError(f"{where} is {shown(leaf)} of type {kind}, no array{refusal}: {remedy}")
@@ -202,7 +204,8 @@ def _refusal(leaf: Any) -> str | None:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    dtype = getattr(leaf, "dtype", None)  # None of a module of Flax Linen, which NumPy takes for float64
+    dtype = np.asarray(leaf).dtype if dtype is None else dtype
     try:
         return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.extended))
     except TypeError:  # a dtype of some other library

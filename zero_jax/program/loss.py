@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,10 +137,13 @@ def with_pass(fn: Callable[..., Any], last: Pass, context: _Context = contextlib
         return fn.then(last)
 
     @functools.wraps(fn)
-    def transformed(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        if not args:  # params by keyword, whatever the function calls them
+            bound = inspect.signature(fn).bind(**kwargs)
+            args, kwargs = bound.args, bound.kwargs
         with context():
-            traced, arrays = trace_call(fn, params, args, kwargs)
-            return last(traced).result([*jax.tree.leaves(params), *arrays])
+            traced, arrays = trace_call(fn, args[0], args[1:], kwargs)
+            return last(traced).result([*jax.tree.leaves(args[0]), *arrays])
 
     return transformed
 

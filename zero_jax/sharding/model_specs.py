@@ -71,7 +71,9 @@ def spec_of_each(params: PyTree, specs: PyTree, *, what: str) -> list[Any]:
     try:
         full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
-        raise ValueError(f"{what} not a prefix of the params: {error}") from error
+        # Those of a whole train state, whose params are at `params`, as `zero.state_shardings` returns them.
+        remedy = " (give those of the params alone: shardings.params)" if hasattr(specs, "params") else ""
+        raise ValueError(f"{what} not a prefix of the params{remedy}: {error}") from error
     # flatten_up_to, because a None may be a spec or a part of the params' structure
     return jax.tree.structure(params).flatten_up_to(full)
 

@@ -101,7 +101,9 @@ class TrainResult(Report):
         losses = [("training loss", self.first_train_loss, self.final_train_loss)]
         if self.first_validation_loss is not None and self.final_validation_loss is not None:
             losses.insert(0, ("validation loss", self.first_validation_loss, self.final_validation_loss))
-        shown = [(name, *(format_figure(x, decimals=3) for x in ends)) for name, *ends in losses]
+        # Of a run that was stopped before its first step there are none.
+        known = [loss for loss in losses if self.num_steps or not math.isnan(loss[1])]
+        shown = [(name, *(format_figure(x, decimals=3) for x in ends)) for name, *ends in known]
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "
             f"{self.train_seconds:.0f} s{skipped}{speed}{_ENDS[self.status][1]}",

@@ -71,7 +71,9 @@ def make_folder(
                 is_new = not (out / candidate).exists()
                 # Of two runs that start at once `mkdir` lets one have the name.
                 (out / candidate).mkdir(parents=True, exist_ok=resume)
-                if (config := out / candidate / _CONFIG).exists() and not is_run_config(config):
+                config = out / candidate / _CONFIG
+                is_empty = config.is_file() and not config.stat().st_size  # as a crash of the system may leave it
+                if config.exists() and not is_empty and not is_run_config(config):
                     raise ValueError(
                         f"{config} is not the config of a run, which would be written over it: choose another name, or "
                         "move that file"

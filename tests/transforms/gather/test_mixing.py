@@ -100,7 +100,8 @@ def test_mixing_keeps_values_and_gradients(layer, reduce_dtype):
 WIDE = 512  # products over groups of rows are computed in shares
 
 
-@pytest.mark.parametrize("reduce_dtype", [pytest.param(None, marks=pytest.mark.slow), jnp.float32])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
 def test_shares_of_the_rows_keep_values_and_gradients(reduce_dtype):
     """Groups of rows begin and end within the shares of devices, share one, or are empty."""
     sizes = jnp.array([0, 1000, 24, 0, 512, 500, 0, 12], jnp.int32)
@@ -142,16 +143,13 @@ def measured(layer, stage):
     return compiled_traffic(functools.partial(loss, layer), init, (32, 16, D), stage)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("layer", "stage"),
     [
-        pytest.param(ragged, 3),
-        *(
-            pytest.param(layer, 2, marks=pytest.mark.slow)
-            for layer in (ragged, one_hot, slots, sorted_rows, expert_choice)
-        ),
-        *(pytest.param(layer, 3, marks=pytest.mark.slow) for layer in (one_hot, slots, expert_choice)),
+        *((layer, 2) for layer in (ragged, one_hot, slots, sorted_rows, expert_choice)),
+        *((layer, 3) for layer in (ragged, one_hot, slots, expert_choice)),
     ],
 )
 def test_no_stage_sends_more_activations_than_the_tokens_there_and_back(layer, stage):

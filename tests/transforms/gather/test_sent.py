@@ -127,6 +127,7 @@ def test_less_is_sent_and_the_report_says_what():
     assert sent["all-to-all"] == 2 * 6 * size * 7 // 8
 
 
+@pytest.mark.slow
 def test_what_was_sent_is_laid_out_in_rows_where_it_is():
     """Features in rows (`features_in_rows`) keep no product from what was sent to its experts."""
     loss_fn = make_loss(checkpoint=True)

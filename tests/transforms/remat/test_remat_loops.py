@@ -339,10 +339,8 @@ def in_periods(num_turns, size, checkpoint=lambda layer: layer):
     return {"layers": stacks}, lambda params, x: jnp.sum(jax.lax.scan(turn, x, params["layers"])[0] ** 2)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [{}, pytest.param({"checkpoint": functools.partial(jax.checkpoint, prevent_cse=False)}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, {"checkpoint": functools.partial(jax.checkpoint, prevent_cse=False)}])
 def test_the_layers_of_a_scan_over_periods_are_its_blocks(own):
     params, loss_fn = in_periods(2, 3, **own)
     report = remat_report(loss_fn, params, examples(), remat="full", mesh=mesh_of("8"))

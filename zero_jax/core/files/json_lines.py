@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from zero_jax.core.files.partial_folder import sync
 from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.text_tables import plain
 
@@ -27,6 +28,7 @@ def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     partial = path.with_name(f".partial-{path.name}")
     try:
         yield partial
+        sync(partial)
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -130,9 +132,6 @@ def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool, log: Callable[[
                 # A bool counts 0 or 1: records up to `last_step`, and before it a validation that is made again.
                 elif record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
                     file.write(json.dumps(record) + "\n")
-            file.flush()
-            # Before the rename, else a crash of the system may leave an empty file under the name.
-            os.fsync(file.fileno())
         if damaged:
             # Before the rename: after a crash between the two, damaged lines are in both files, not in none.
             with open(path.with_name(f"{path.name}.damaged"), "ab") as file:

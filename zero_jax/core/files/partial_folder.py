@@ -73,11 +73,22 @@ def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         raise ValueError(f"cannot write {target}: {with_remedy(error)}; nothing was left there") from error
 
 
+def sync(path: pathlib.Path) -> None:
+    """Waits until a file is on the disk; raises the `OSError` of a write to it, which a server may report only then.
+
+    Before a file gets its name, else a crash of the system may leave an empty one under that.
+    """
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def publish(partial: pathlib.Path, target: pathlib.Path, *, removed: Iterable[pathlib.Path] = ()) -> None:
     """Moves what a partial folder has to its target: by one rename where that is new, else file by file.
 
     Files of the target that are to be `removed` go before.
     """
+    for path in partial.iterdir():
+        sync(path)
     if partial.parent != target:
         partial.rename(target)
         return

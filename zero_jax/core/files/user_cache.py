@@ -119,7 +119,7 @@ def evict_oldest(
                 last = max(x.lstat().st_mtime for x in [path, *path.rglob("*")])
                 is_old = time.time() - last > _ABANDONED_SECONDS
                 if is_old or path.name.startswith(_DISCARDED):
-                    _discard(path)
+                    remove_unused(path)  # the clock may have been set forward while it is written
         elif is_own(path) and (entry := _use_and_bytes(path)):
             entries.append((*entry, path))
     excess = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes

@@ -101,7 +101,7 @@ class LossFunction:
         except Exception as error:
             if isinstance(error, TypeError):
                 _explain_model(error, variables.params)
-            if keys and self.key is not None and not re.search("key|rng|rand|seed", self.key.name):
+            if keys and self.key is not None and _is_of_key(error, key, batch):
                 error.add_note(
                     f"the third parameter of loss_fn ({self.key.name!r}) gets a PRNG key: loss_fn(params, batch) gets "
                     "all of the batch as one pytree, as in `x, y = batch`"
@@ -136,6 +136,16 @@ class LossFunction:
                 "loss_fn takes model_state, and was given params alone: return zero.Variables(params=..., "
                 "model_state=...) from init_fn, and give an evaluation the TrainState or such Variables"
             )
+
+
+def _is_of_key(error: Exception, key: jax.Array, batch: PyTree) -> bool:
+    """Tells whether an error may come of a loss function that takes its key for examples, or a part of the batch."""
+    text, kind = str(error), type(batch).__name__
+    if getattr(error, "obj", batch) is batch and not isinstance(batch, jax.Array) and re.search(rf"\b{kind}\b", text):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [frame.f_locals.values() for frame in frames if frame.f_globals.get("__name__", "").startswith("jax.")]
+    return "key<" in text or any(value is key for values in called for value in values)
 
 
 def _explain_model(error: TypeError, params: PyTree) -> None:

@@ -188,7 +188,10 @@ def checked_placement(
 ) -> Placement:
     """Returns the placement of a step's state; raises `ValueError` if it was made with another optimizer or config."""
     if not isinstance(state, TrainState):
-        raise ValueError(f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}")
+        raise ValueError(
+            f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}: call it as in "
+            "`state, metrics = step(state, batch)`"
+        )
     placement = step_placement(state, tx, mesh=mesh, config=config)
     if placement.keeps_copy != (state.master is not None):
         raise ValueError(

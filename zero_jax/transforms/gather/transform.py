@@ -8,8 +8,10 @@ docs/gather_on_use.md gives the reason of each rule.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +21,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
-from zero_jax.core.signatures import check_arguments, check_callable
-from zero_jax.core.tree import PyTree, is_key
+from zero_jax.core.agreement import by_value, values_elsewhere
+from zero_jax.core.signatures import check_arguments, check_callable, place_of
+from zero_jax.core.tree import PyTree, is_key, leaves_by_name
 from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram, Traced, with_pass
@@ -49,6 +52,9 @@ from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.sorted_rows import sorted_by_device
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 from zero_jax.transforms.weight_grads import is_narrower
+
+# By the place of a function, the shapes that it was traced for so far
+_SHAPES_SEEN: dict[str, set[str]] = collections.defaultdict(set)
 
 
 def gather_on_use(
@@ -108,7 +114,37 @@ def gather_on_use(
         max_hoisted_bytes=max_hoisted_bytes,
         quantize=check_quantize(quantize),
     )
+    if jax.process_count() > 1 and not isinstance(fn, LossProgram):
+        fn = _compared(fn, mesh)
     return gathered(fn, specs, options)
+
+
+def _compared(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Returns a function that warns where another process traces it for other shapes: of a program of its own.
+
+    A batch that each process makes of its own examples has no size in common, and nothing else compares it.
+    """
+    name, processes = place_of(fn), {device.process_index for device in mesh.devices.flat}
+    seen = _SHAPES_SEEN[name]
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = leaves_by_name({**{str(i): x for i, x in enumerate(args[1:], 1)}, **kwargs}).items()
+        arrays = (f"argument {path} {jax.typeof(x).str_short()}" for path, x in leaves if isinstance(x, jax.Array))
+        shapes = ", ".join(arrays)
+        if shapes not in seen:
+            seen.add(shapes)
+            # The first shapes are compared with the first elsewhere, the second with the second.
+            others = values_elsewhere(f"shapes {len(seen)} of {name}", shapes)
+            if differing := by_value({p: x for p, x in others.items() if p in processes and x != shapes}):
+                warnings.warn(
+                    f"process {jax.process_index()} calls {name} with {shapes}, and not {differing}: give each process "
+                    "as many examples for each of its devices, else steps are wrong, or wait for ever",
+                    stacklevel=2,
+                )
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh, **options: Any) -> GatherReport:

@@ -152,6 +152,10 @@ class LossTraces:
             why = "its layers read of the whole batch what has examples in a dim that is not the first one"
             raise CannotCut(OF_ONE if len(parts) > 1 else why)
         self.of_others |= made_whole
+        for x in self.whole.constvars:
+            if x not in self.of_others and x in self.relations and self.relations[x].kind is Kind.POSITIONS:
+                why = f"a constant of shape {x.aval.shape} is as long as the batch"
+                raise CannotCut(f"{why}: make it by jnp, as jnp.arange(n)")
 
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers, and of constants that are not shared."""

@@ -31,6 +31,7 @@ from zero_jax.dims.primitives import (
     is_activation,
     is_contraction,
     is_float,
+    is_made_of,
     known_primitives,
     moves_elements,
     narrows,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from zero_jax.dims.dim_map import Dim, DimMap, reshape_groups
-from zero_jax.program.jaxprs import is_literal, open_jaxpr
-from zero_jax.program.subcalls import equations, subcall
+from zero_jax.program.jaxprs import is_literal
+from zero_jax.program.subcalls import equations, equations_of, subcall
 
 Rule = Callable[[Any, int], DimMap]
 
@@ -372,10 +372,13 @@ def _is_inexact(dtype: Any) -> bool:
 
 def moves_elements(eqn: Any) -> bool:
     """Tells whether an equation only casts, takes or moves the elements of its first input: next to no work."""
-    sub = subcall(eqn)
-    if sub is not None and sub.kind == "call":
-        return all(map(moves_elements, open_jaxpr(sub.jaxpr)[0].eqns))
-    return eqn.primitive.name in MOVES | CASTS
+    return is_made_of(eqn, MOVES | CASTS)
+
+
+def is_made_of(eqn: Any, names: Collection[str]) -> bool:
+    """Tells whether an equation is of some primitives, or a call of equations that are."""
+    inner = ((each, subcall(each)) for each in equations_of(eqn))
+    return all(each.primitive.name in names or (sub is not None and sub.kind in _OF_ELEMENTS) for each, sub in inner)
 
 
 def is_activation(eqn: Any) -> bool:

@@ -41,6 +41,8 @@ PRODUCTS = {
     "summed dims not side by side": ("bthk,hdk->btd", Y, MIDDLE, P(None, "data"), (FEATURES, HEADS * DEPTH)),
     "summed dims in another order": ("bthk,khd->btd", Y, (DEPTH, HEADS, FEATURES), P(None, None, "data"), (32, 32)),
     "a weight for each head": ("bthk,hkd->bthd", Y, OUT_OF, P(None, None, "data"), None),
+    "heads of whole lanes": ("btd,dhk->bthk", X, (FEATURES, 2, 128), P("data"), None),
+    "out of heads of whole lanes": ("bthk,hkd->btd", Y.repeat(16, -1), (HEADS, 128, 16), P(None, None, "data"), None),
     "a matrix already": ("btd,df->btf", X, (FEATURES, 16), P("data"), None),
 }
 

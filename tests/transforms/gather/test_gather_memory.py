@@ -185,13 +185,18 @@ def test_gathers_of_a_recurrent_weight():
         assert event.reason.startswith(reason)
 
 
+def frozen_first(layer):
+    """Also calls a layer with params without gradient, as a discriminator is called for the generator's loss."""
+    return lambda x, w: layer(layer(x, lax.stop_gradient(w)), w)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, frozen_first], ids=["plain", "checkpoint", "frozen"])
 def test_what_layers_of_a_python_loop_share_is_gathered_and_reduced_once(wrap, stage):
     """A gradient that is reduced once is an all-to-all here, of what devices have of it."""
 
     def fn(params, x):
-        for _ in range(LAYERS):
+        for _ in range(2):  # as a network that is called on two inputs
             x = wrap(apply)(x, params["w"])
         return jnp.mean(x**2)
 
@@ -229,6 +234,23 @@ def test_temporaries_of_a_scan():
     # One gathered weight and one gradient; XLA:CPU copies one of them in one of the releases.
     assert temp_bytes() < 4 * weight_bytes
     assert temp_bytes(keep_gathered=True) > 8 * weight_bytes
+
+
+def test_what_scales_and_biases_change_passes_no_barrier():
+    """Else the results of norms, and their cotangents, are arrays, which XLA computes where they are read."""
+    mesh = mesh_of("8")
+    params = {"scale": np.ones(WIDTH), "norm": np.ones((2, WIDTH)), "position": np.zeros((4, WIDTH // 4))}
+    params = jax.tree.map(np.float32, params)
+
+    def fn(params, x):
+        x = jnp.sin(x * params["scale"]) * params["norm"][0] + params["norm"][1]
+        return jnp.mean(jnp.sin(x.reshape(BATCH_SIZE, 4, -1) + params["position"]) ** 2)
+
+    specs = specs_of(params, mesh)
+    gradient = jax.jit(jax.grad(zero.gather_on_use(fn, specs, mesh=mesh)))
+    text = gradient.lower(abstract(params, specs), batch_of(mesh)).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert barriers and not [line for line in barriers if f"tensor<{BATCH_SIZE}x" in line]
 
 
 def relu_chain(params, batch):

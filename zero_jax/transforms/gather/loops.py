@@ -142,10 +142,6 @@ def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> l
     return results
 
 
-# Products with a param from which on it is gathered once for all of them. A table that is the head too has two uses.
-_MANY_PRODUCTS = 3
-
-
 def shared_once(
     walk: Any, jaxpr: Any, values: Sequence[Any], uses: Mapping[int, Collection[int]]
 ) -> list[Lazy | Value]:
@@ -157,7 +153,7 @@ def shared_once(
     results, dims = list(values), walk.by_device.example_dims
     for i, count in counts.items():
         is_plain = isinstance(values[i], Lazy) and not values[i].is_gathered and _is_plain(walk, values[i])
-        if count >= _MANY_PRODUCTS and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], dims):
+        if count > 1 and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], dims):
             shared.append(i)
     if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
         return results

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax.interpreters import ad, batching
 
-from zero_jax.dims import ELEMENTWISE, is_activation, is_float, moves_elements
+from zero_jax.dims import ELEMENTWISE, REDUCTIONS, SHAPES, is_float, is_made_of, moves_elements
 from zero_jax.program import jaxprs
 from zero_jax.program.walk import Packed
 from zero_jax.transforms.blocks import find_blocks
@@ -83,14 +83,14 @@ class Ordering:
         )
 
     def cut(self, sequence: EqnSequence, index: int) -> int:
-        """Returns where a segment begins for a bound of a block: before the elementwise work that leads to it.
+        """Returns where a segment begins for a bound of a block: before the elementwise work and norms that lead to it.
 
-        What is tied is an array of its own. An activation function's result would be one beside its operand, which the
-        backward pass keeps and from which XLA else computes the result where it is read.
+        What is tied is an array of its own. An activation function's result, or a norm's, would be one beside its
+        operand, which the backward pass keeps and from which XLA else computes the result where it is read.
         """
         place = bisect.bisect_left(sequence.eqns, index)
         cut, least_bytes = index, sequence.crossing[place]
-        while place and _is_elementwise(self.jaxpr.eqns[sequence.eqns[place - 1]]):
+        while place and is_made_of(self.jaxpr.eqns[sequence.eqns[place - 1]], _CHEAP):
             place -= 1
             if sequence.crossing[place] <= least_bytes:
                 cut, least_bytes = sequence.eqns[place], sequence.crossing[place]
@@ -162,8 +162,8 @@ class Ordering:
         return None if value.dims is None else value.as_root()  # a shard, built now, is an array of its own
 
 
-def _is_elementwise(eqn: Any) -> bool:
-    return eqn.primitive.name in ELEMENTWISE or is_activation(eqn)
+# What XLA computes where it is read: activation functions and norms.
+_CHEAP = ELEMENTWISE | SHAPES | REDUCTIONS | {"broadcast_in_dim"}
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

@@ -22,7 +22,7 @@ from jax import lax
 from jax.interpreters import ad, batching
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
+from zero_jax.dims import CASTS, COPIES, SHAPES, dim_map, narrows
 from zero_jax.program.jaxprs import bind_mapped, new_primitive
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -39,7 +39,7 @@ def used_whole(jaxpr: Any, param: Any) -> bool:
 
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
-SAME_PARAM = SHAPES | CASTS | {"concatenate"}
+SAME_PARAM = SHAPES | CASTS | COPIES | {"concatenate"}
 
 
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:

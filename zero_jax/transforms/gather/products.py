@@ -157,6 +157,8 @@ def shared_rows(eqn: Any, values: Sequence[Any], *, mesh: Mesh, axes: Axes) -> N
     return named(mesh, tuple(axes.batch if i == rows[0] else () for i in range(len(shape))))
 
 
+_LANES = 128  # of a tile in the memory of a TPU
+
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 Evaluate = Callable[[Sequence[Any], Bind], list[Any]]
 
@@ -194,6 +196,8 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int,
     free = [i for i in range(value.aval.ndim) if i not in summed]
     if value.dims is None or batch[place] or not (free and partners) or max(len(summed), len(free)) < 2:
         return None
+    if all(value.aval.shape[group[-1]] % _LANES == 0 for group in (summed, free) if len(group) > 1):
+        return None  # nothing is padded, and activations of merged dims would be copies in another layout
     groups = sorted((summed, free))  # of the weight's dims, those of the rows and of the columns of the matrix
     order = [*groups[0], *groups[1]]
     if not _is_run(order):  # it is transposed anyway: then the dim that is sharded comes first

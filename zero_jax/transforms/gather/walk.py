@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, passthrough
+from zero_jax.dims import ELEMENTWISE, REDUCTIONS, Examples, has_wrong_gradient, is_contraction, passthrough
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
@@ -225,8 +225,10 @@ class GatherWalk(Walk[GatherFrame]):
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
             params, small = [v for v in values if isinstance(v, Lazy)], max(eqn.outvars[0].aval.shape, default=1)
             has_barrier: Any = True
-            if eqn.primitive.name in ("add", "sub"):
-                has_barrier = any(root.size > small for value in params for root in value.roots)
+            if eqn.primitive.name in ELEMENTWISE:
+                own = lambda v: [] if eqn.primitive.name in ("add", "sub") else [v.aval]  # noqa: E731
+                gathered = [x for v in params for x in (own(v) if v.is_shard else v.roots)]
+                has_barrier = any(x.size > small for x in gathered)
             elif self.options.outermost and is_contraction(eqn):
                 has_barrier = packed.spread([isinstance(value, Lazy) for value in values])
             region = gathered_use(self.options, eqn, values, **how)

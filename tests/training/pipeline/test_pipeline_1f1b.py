@@ -5,14 +5,12 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import reference
 from pipeline_cases import (
     FLOAT32,
     LAYERS,
-    LENGTH,
     VOCAB,
     assert_step_of_one_device,
     ends_in,
@@ -180,31 +178,3 @@ def test_layers_without_a_gradient_behind_those_of_1f1b_are_of_each_stage():
     assert "runs all of them in each stage" in report.left[0]
     with pytest.warns(UserWarning, match="layers at .*test_pipeline.* not cut .* runs all of them in each stage"):
         assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, **fields)
-
-
-@pytest.mark.parametrize("factor", [lambda params: params["gate"].sum(), lambda _: np.linspace(0, 1, LENGTH)])
-def test_what_1f1b_makes_of_each_microbatch_is_refused_where_layers_read_that_of_the_batch(factor):
-    """What is made of params, and of a constant of NumPy's."""
-
-    def loss_fn(params, batch):
-        mean = (batch["mask"] * factor(params)).mean()
-        x = params["embed"][batch["tokens"]]
-        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * mean, None), x, params["layers"])
-        return jnp.square(x @ params["head"]).mean()
-
-    with pytest.raises(ValueError, match="read what params and all examples have a part in; give pipeline='gpipe'"):
-        lowered(loss_fn, pipeline="1f1b")
-
-
-def test_a_sum_that_goes_from_one_loop_into_another_is_refused_by_1f1b():
-    def loss_fn(params, batch):
-        x, total = params["embed"][batch["tokens"]], 0.0
-        for half in (slice(0, 4), slice(4, 8)):
-            layer = lambda c, w: ((x := c[0] + jnp.tanh(c[0] @ w), c[1] + jnp.square(x).mean()), None)  # noqa: E731
-            (x, total), _ = jax.lax.scan(layer, (x, total), params["layers"]["w"][half])
-            x = x * params["gate"]
-        return jnp.square(x @ params["head"]).mean() + total
-
-    message = "read a sum over the examples that those of another loop made .add it behind.* give pipeline='gpipe'"
-    with pytest.raises(ValueError, match=message):
-        lowered(loss_fn, pipeline="1f1b")

@@ -10,6 +10,7 @@ from pipeline_cases import (
     BATCH_SIZE,
     FEATURES,
     LAYERS,
+    assert_step_of_one_device,
     by_experts,
     init_params,
     loss_fn,
@@ -63,6 +64,13 @@ def test_a_loss_that_does_something_else_with_one_example_is_refused_with_more_a
     config = make_config(stage=1, num_microbatches=4)
     report = zero.pipeline_report(loss_fn, init_params(), batch, mesh=mesh, config=config)
     assert why in report.why_none
+
+
+def test_microbatches_too_small_for_a_remat_that_offloads_are_refused_with_that_reason():
+    config = make_config(stage=2, num_microbatches=4, remat="full_offloaded")
+    arguments = replaced(lambda x, w: x @ w["w"]), init_params(), make_batches(1)[0]
+    report = zero.pipeline_report(*arguments, mesh=zero.make_mesh(pipe=4), config=config)
+    assert "values of a microbatch are too small for that: give fewer microbatches, or remat='full'" in report.why_none
 
 
 def replaced(layer):
@@ -250,7 +258,7 @@ def test_scalars_like_those_of_the_batch_are_the_same_of_a_microbatch(in_layers,
 
 
 @pytest.mark.parametrize(("in_layers", "pipeline"), [(True, "gpipe"), (False, "1f1b")])
-def test_a_number_that_is_another_of_one_example_is_refused(in_layers, pipeline):
+def test_a_number_that_is_another_of_one_example_is_that_of_the_batch_in_layers_alone(in_layers, pipeline):
     """Of more examples it is their number."""
 
     def loss_fn(params, batch):
@@ -261,9 +269,13 @@ def test_a_number_that_is_another_of_one_example_is_refused(in_layers, pipeline)
         return sum_of(x @ params["head"], not in_layers) + total
 
     mesh = zero.make_mesh(pipe=4, devices=jax.devices()[:4])
+    fields = {"mesh": mesh, "pipeline": pipeline, "stage": 2}
+    if in_layers:
+        arguments = loss_fn, init_params(), make_batches(1)[0]
+        return assert_step_of_one_device(*arguments, num_microbatches=BATCH_SIZE, **fields)
     with pytest.raises(ValueError, match="on a microbatch of one example than on several: give fewer microbatches"):
-        lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=BATCH_SIZE)
-    lowered(loss_fn, mesh=mesh, pipeline=pipeline, num_microbatches=4)
+        lowered(loss_fn, num_microbatches=BATCH_SIZE, **fields)
+    lowered(loss_fn, num_microbatches=4, **fields)
 
 
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])

@@ -87,9 +87,9 @@ class TraceComparison:
 
         Those of the operands and results of its equations are added to `found`.
 
-        With `keeps_whole` a part has its examples, or all, of what is not known and no param has a part in, as if that
-        were made of the whole batch before: examples that are mixed, or sorted. What has examples is noted in
-        `made_whole`. Within an equation, such as layers, nothing is: there a part has its own alone.
+        With `keeps_whole` a part has its examples, or all, of what is not known, as if that were made of the whole
+        batch before: examples that are mixed, or sorted. It is noted in `made_whole`. Within an equation, such as
+        layers, nothing is: there a part has its own alone.
         """
         (whole, whole_consts), (part, part_consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
         source = self.source
@@ -119,9 +119,7 @@ class TraceComparison:
         results = [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
         return results if self.depth else [unknown(x.why) if x.batches > 1 else x for x in results]
 
-    def in_blocks(
-        self, traces: Sequence[Any], inputs: Sequence[Relation], *, keeps_whole: bool = False
-    ) -> tuple[list[Any], list[Any]]:
+    def in_blocks(self, traces: Sequence[Any], inputs: Sequence[Relation]) -> tuple[list[Any], list[Any]]:
         """Returns traces whose batches behind one another are so block by block, and what puts the results in order.
 
         These are of the first trace. Traces are on a batch and on a part of it; if there are four, the last two are on
@@ -130,13 +128,15 @@ class TraceComparison:
         found, opened = list[Any](), [jaxprs.open_jaxpr(closed)[0] for closed in traces]
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
         if all(other == names[0] for other in names[1:]):
-            self.run(traces[-2], traces[-1], inputs, found, keeps_whole=keeps_whole)
+            self.run(traces[-2], traces[-1], inputs, found, keeps_whole=True)
         if all(x.batches < 2 for operands, results in found for x in (*operands, *results)):
             return [*traces], []
         eqns = opened[-2].eqns
 
         def own(i: int) -> bool | None:
             is_own = id(eqns[i]) in self.regrouped
+            if not self.made_whole.isdisjoint(eqns[i].outvars):  # it may depend on the order
+                return None
             return is_own or (None if any(id(each) in self.regrouped for each in equations_of(eqns[i])) else False)
 
         # Those of the batch and of a part; the first two of four traces have half as many examples.
@@ -181,17 +181,15 @@ class TraceComparison:
         return Relation(kind=Kind.SAME, power=power) if is_power else self.refused("sized")
 
     def of_whole(self, pair: Pair, i: int, x: Relation, sizes: Sequence[int]) -> Relation:
-        """Returns the relation of a result: of the whole's where it is not known, and no param has a part in it."""
-        variables = pair.whole.outvars[i], pair.part.outvars[i]
-        if x.kind is not Kind.UNKNOWN or x.of_params:
+        """Returns the relation of a result: of the whole's where it is not known."""
+        if x.kind is not Kind.UNKNOWN:
             return x
-        whole, part = (var.aval.shape for var in variables)
-        if whole == part:
-            return SAME
-        if (dim := dim_of_examples(whole, part, sizes)) != 0:
+        whole, part = (eqn.outvars[i].aval.shape for eqn in (pair.whole, pair.part))
+        dim = dim_of_examples(whole, part, sizes)
+        if whole != part and dim != 0:
             return x
-        self.made_whole.add(variables[0])
-        return rows(dim)
+        self.made_whole.add(pair.whole.outvars[i])
+        return dataclasses.replace(SAME if whole == part else rows(0), of_params=x.of_params)
 
     # Equations.
 
@@ -247,7 +245,8 @@ class TraceComparison:
                 sizes = {pair.shapes(i)[0][x.dim] for i, x in enumerate(inputs) if x.kind is Kind.ROWS}
             is_same = lambda i, x: x.kind is Kind.ROWS and {pair.results(i)[0][x.dim]} == sizes  # noqa: E731
             return [dataclasses.replace(x, batches=0) if is_same(i, x) else x for i, x in enumerate(results)]
-        check(len(numbers) == 1 and all(x.kind is Kind.ROWS for x in along))
+        check(len(numbers) == 1, "batches")
+        check(all(x.kind is Kind.ROWS for x in along))
         (number,), why = numbers, next(x.why for x in inputs if x.batches > 1)
         results = rule(pair, [dataclasses.replace(x, batches=1, why="") for x in inputs])
         check(all(x.kind in (Kind.ROWS, Kind.SAME, Kind.SUM) for x in results))
@@ -334,10 +333,11 @@ def sizes_of(inputs: Sequence[Relation], *traces: Any) -> list[int]:
 
 
 def dim_of_examples(whole: Sequence[int], part: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Returns the one dim in which the shape of a value differs on a part, if it is as long as the examples."""
-    pairs = [*zip(whole, part, strict=False)] if len(whole) == len(part) else []
-    differing = [dim for dim, (a, b) in enumerate(pairs) if a != b]
-    return differing[0] if len(differing) == 1 and [*pairs[differing[0]]] == [*sizes] else None
+    """Returns the one dim in which the shape of a value differs on a part, if it has as many rows of each example."""
+    pairs = enumerate(zip(whole, part, strict=False)) if len(whole) == len(part) and sizes else ()
+    differing = [(dim, *pair) for dim, pair in pairs if pair[0] != pair[1]]
+    found = [dim for dim, a, b in differing if a % sizes[0] == 0 and a // sizes[0] * sizes[1] == b]
+    return found[0] if len(found) == len(differing) == 1 else None
 
 
 def _of_numpy(x: Any) -> np.ndarray:

@@ -70,6 +70,11 @@ class Relation:
         """Tells whether a part has exactly what the whole has, there where it has it: any function may be applied."""
         return self.kind in (Kind.SAME, Kind.ROWS) and not self.power
 
+    @property
+    def is_rows(self) -> bool:
+        """Tells whether a part has examples of its own."""
+        return self.kind is Kind.ROWS
+
     def agrees(self, other: Relation) -> bool:
         """Tells whether another relation says the same of a value, but for what it was made of."""
         are_as_many = self.batches == other.batches or 0 in (self.batches, other.batches)
@@ -205,6 +210,11 @@ class Pair:
 
     whole: Any
     part: Any
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        """The equation on the whole batch, and on a part."""
+        return self.whole, self.part
 
     @property
     def params(self) -> Any:

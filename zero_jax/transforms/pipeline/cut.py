@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ from zero_jax.dims import (
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
+from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -54,6 +53,12 @@ LAYER_INPUT = "zero_layer_input"
 # What moves all elements of a param that all stages read, such as a table, or casts them.
 MOVED_WHOLE = ("transpose", "convert_element_type")
 
+# Why layers are not cut of which remat moves values for the batch, not for a microbatch.
+OF_SMALL = (
+    "remat moves what its layers keep of the batch to the host, or shards it, and values of a microbatch are too small "
+    "for that: give fewer microbatches, or remat='full'"
+)
+
 # Why a loss is not cut whose microbatches have one example.
 OF_ONE = (
     "loss_fn does something else on a microbatch of one example than on several: give fewer microbatches, or a larger "
@@ -61,24 +66,7 @@ OF_ONE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Role:
-    """What a value of a loop over layers is to a microbatch."""
-
-    # The microbatch has its own examples of it (ROWS), the value of the batch (SAME), a part of a SUM, or a value of
-    # which that of the batch is the largest or smallest (MAX, MIN), as far as no gradient is asked of that
-    kind: Kind
-    dim: int = 0  # the dim of examples, for ROWS
-    # For a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`
-    power: Fraction = Fraction(0)
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether a microbatch has its own examples of it."""
-        return self.kind is Kind.ROWS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stages:
     """The stages that a loss is cut into."""
 
@@ -118,19 +106,15 @@ class LayerLoop(Stages):
     # The closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants, carries and
     # slices, and returns carries and slices
     layer: Any
-    consts: tuple[Role, ...]  # the roles of the scan's constants
-    carry: tuple[Role, ...]  # the roles of its carries
-    ys: tuple[Role, ...]  # the roles of what it stacks; ROWS have their dim in the stack
+    # What values of the batch are to those of microbatches (`checked`): the scan's constants, its carries, and what it
+    # stacks, of which ROWS have their dim in the stack
+    consts: tuple[Relation, ...]
+    carry: tuple[Relation, ...]
+    ys: tuple[Relation, ...]
     num_slices: int  # the operands that it takes slices of
     unroll: int  # how many layers are one iteration of the compiled loop
     policy: Any  # what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone
     keeps_values: bool  # whether the backward pass reads more of a layer than its inputs
-
-    # Equal to itself alone: what is inherited compares the fields of `Stages`, which loops have in common.
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
 
     @property
     def num_stage_groups(self) -> int:
@@ -155,7 +139,7 @@ class LayerLoop(Stages):
     @property
     def dims(self) -> tuple[int | None, ...]:
         """For each result the dim of examples, None where it has none."""
-        return tuple(role.dim if role.is_rows else None for role in (*self.carry, *self.ys))
+        return tuple(x.dim if x.is_rows else None for x in (*self.carry, *self.ys))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,9 +177,6 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
-    # With 1F1B what is made of params is made again, of each microbatch (`LossTraces.is_shared`).
-    again = made_of([*jaxprs_of[0].invars[:num_params], *jaxprs_of[0].constvars], jaxprs_of[0].eqns)
-    again = again if stages.schedule.is_interleaved else set()
     with_gradient = variables_with_gradient(jaxprs_of[0], num_params)
     for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
@@ -207,6 +188,8 @@ def find_loops(
             others = same_scans(jaxprs_of, index)[1:]
             if len(others) < len(parts):
                 raise CannotCut("loss_fn does something else on a microbatch than on the batch")
+            if len({sum(x.primitive.name == "name" for x in equations_of(each)) for each in (eqn, *others)}) > 1:
+                raise CannotCut(OF_SMALL)
             if len(parts) > 1:
                 wirings, (one, many, two) = zip(*map(_wiring, others), strict=True)
                 numbers = zip(one, two, many, strict=False)
@@ -214,14 +197,12 @@ def find_loops(
                     raise CannotCut(OF_ONE)
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             # Of one example there may be another shape: the layers that run are not those that are compared.
-            shared = [*zip(*(scan.split(each.invars)[0] for each in (eqn, *others)), strict=True)]
-            of_one_shape = {i for i, x in enumerate(shared) if len({each.aval.shape for each in x}) == 1}
-            are_again = [not jaxprs.is_literal(x) and x in again for x in eqn.invars]
-            have_gradient = [var in with_gradient for var in eqn.outvars]
-            known = inputs, of_one_shape, are_again, have_gradient
-            roles = _roles(compared, pair, known, comparison, keeps_whole=stages.schedule.is_interleaved)
+            operands = zip(*(each.invars for each in (eqn, *others)), strict=True)
+            of_one_shape = [len({x.aval.shape for x in each}) == 1 for each in operands]
+            have_gradient = [x in with_gradient for x in eqn.outvars]
+            relations = _relations(compared, pair, inputs, of_one_shape, have_gradient, comparison)
             _check_scan(scan, stages)
-            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
+            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, relations, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
@@ -292,76 +273,83 @@ def _check_scan(scan: Subcall, stages: Stages) -> None:
         raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 
-def _roles(
+def _relations(
     compared: tuple[Any, Any],
     pair: Pair,
-    known: tuple[Sequence[Relation], Collection[int], Sequence[bool], Sequence[bool]],
+    inputs: Sequence[Relation],
+    of_one_shape: Sequence[bool],
+    have_gradient: Sequence[bool],
     comparison: TraceComparison,
-    *,
-    keeps_whole: bool,
-) -> tuple[list[Role], list[Role]]:
-    """Returns the roles of the operands of a scan, and of its results.
+) -> tuple[list[Relation], list[Relation]]:
+    """Returns the relations of the constants of a scan, and of its results.
 
     What is made before the layers is that of the whole batch, of which a microbatch has its examples, whatever it is
-    made of; but for what is made again of each microbatch. `known` has the relations of the inputs, which constants
-    have the same shape in a microbatch, which operands are made again, and which results have a gradient.
+    made of. `inputs` are the relations of those of the traces; flags tell which operands have the same shape in a
+    microbatch, and which results have a gradient.
     """
-    inputs, of_one_shape, are_again, have_gradient = known
-    eqns = pair.whole, pair.part
-    whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
-    operands = comparison.run(whole, part, inputs, keeps_whole=keeps_whole)
-    sizes = sizes_of(inputs, *compared)
-    for i, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
+    whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, pair.both, strict=True))
+    operands, scan = comparison.run(whole, part, inputs, keeps_whole=True), scan_of(pair.whole)
+    sizes, sums = sizes_of(inputs, *compared), dict[int, Relation]()
+    for i in range(len(operands)):
         if operands[i].is_plain:
             continue
-        if i in of_one_shape and are_again[i]:
-            raise CannotCut("pipeline='1f1b': its layers read what params and all examples have a part in")
-        if i in of_one_shape:
+        if of_one_shape[i]:
+            if operands[i].kind is Kind.SUM and scan.num_consts <= i < scan.num_consts + scan.num_carry:
+                sums[i] = operands[i]
             operands[i] = SAME
-        elif (dim := dim_of_examples(atoms[0].aval.shape, atoms[1].aval.shape, sizes)) is not None:
-            if are_again[i]:
-                raise CannotCut(f"pipeline='1f1b': {operands[i].why or 'its layers read what is not of each example'}")
+        elif (dim := dim_of_examples(*pair.shapes(i), sizes)) is not None:
             operands[i] = rows(dim)
-    comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
-    results = comparison.equation(pair, operands)
-    comparison.source = ""
-    scan = scan_of(pair.whole)
+    if any(x.kind is Kind.SAME and not flag for x, flag in zip(operands, of_one_shape, strict=True)):
+        raise CannotCut(OF_ONE)
+    # Layers go on with a sum that is carried into them, or read it.
+    refusals = list[CannotCut]()
+    for starts in [sums, dict[int, Relation]()][not sums :]:
+        try:
+            begun = [starts.get(i, x) for i, x in enumerate(operands)]
+            comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
+            results = comparison.equation(pair, begun)
+            return _checked(scan, begun, results, have_gradient)
+        except CannotCut as error:
+            refusals.append(error)
+        finally:
+            comparison.source = ""
+    raise refusals[0]
+
+
+def _checked(
+    scan: Subcall, operands: Sequence[Relation], results: Sequence[Relation], have_gradient: Sequence[bool]
+) -> tuple[list[Relation], list[Relation]]:
+    """Returns the relations of the constants and of the results of a scan, if it can be cut."""
     consts, carry, slices = scan.split(operands)
-    shared = [role_of(x, "what its layers read") for x in consts]
+    shared = [checked(x, "what its layers read") for x in consts]
     for x in slices:
-        if role_of(x, "what it takes slices of").kind is not Kind.SAME:
+        if checked(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
     for x, flag in zip(carry, have_gradient, strict=False):
-        role_of(x, "what its layers begin with", has_gradient=flag)
-    made = [
-        role_of(x, "what its layers make", has_gradient=flag) for x, flag in zip(results, have_gradient, strict=True)
-    ]
-    return shared, made
+        checked(x, "what its layers begin with", has_gradient=flag)
+    pairs = zip(results, have_gradient, strict=True)
+    return shared, [checked(x, "what its layers make", has_gradient=flag) for x, flag in pairs]
 
 
-def role_of(x: Relation, what: str, *, has_gradient: bool = True) -> Role:
-    """Returns the role of a value by its relation."""
+def checked(x: Relation, what: str, *, has_gradient: bool = True) -> Relation:
+    """Returns the relation of a value, if it can be made of those of microbatches."""
     if x.kind is Kind.UNKNOWN:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))
-    if x.is_plain:
-        return Role(kind=x.kind, dim=x.dim or 0)
-    if x.kind in EXTREMA:
-        if has_gradient:
-            which = "largest" if x.kind is Kind.MAX else "smallest"
-            raise CannotCut(f"{what} is the {which} value of all examples, and the loss may depend on it")
-        return Role(kind=x.kind)
-    if x.kind is Kind.SUM:
-        return Role(kind=Kind.SUM, power=x.power)
+    if x.kind in EXTREMA and has_gradient:  # of which that of the batch has another derivative
+        which = "largest" if x.kind is Kind.MAX else "smallest"
+        raise CannotCut(f"{what} is the {which} value of all examples, and the loss may depend on it")
     if x.kind is Kind.POSITIONS:
         raise CannotCut(f"{what} is the places of examples in the batch")
-    raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
+    if not (x.is_plain or x.kind is Kind.SUM or x.kind in EXTREMA):
+        raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
+    return x
 
 
-def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: Stages) -> LayerLoop:
+def _loop(eqn: Any, pair: Pair, relations: tuple[list[Relation], list[Relation]], stages: Stages) -> LayerLoop:
     """Returns a scan as stages: as traced on a microbatch, and by the pair of traces that were compared."""
-    (consts, results), scan = roles, scan_of(eqn)
-    for role, var in zip(results, eqn.outvars, strict=True):
-        if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
+    (consts, results), scan = relations, scan_of(eqn)
+    for x, var in zip(results, eqn.outvars, strict=True):
+        if x.kind is Kind.SUM and x.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
             raise CannotCut("its layers make a mean of whole numbers over the examples")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)

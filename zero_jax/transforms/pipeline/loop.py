@@ -25,10 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from zero_jax.core.tree import is_key, key_numbers
-from zero_jax.dims import EXTREMA, Kind, is_float
+from zero_jax.dims import EXTREMA, Kind, Relation, is_float
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
-from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
+from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop
 from zero_jax.transforms.pipeline.place import at_stages, extremum_of_none, is_never_kept
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
@@ -204,7 +204,7 @@ class Ticks:
         """Tells whether a microbatch leaves behind a group of a stage."""
         return (stage == self.num_stages - 1) & (group == self.loop.num_groups - 1)
 
-    def pin(self, role: Role, x: jax.Array, dim: int = 0) -> jax.Array:
+    def pin(self, role: Relation, x: jax.Array, dim: int = 0) -> jax.Array:
         """Returns what stages have, sharded by stage and by examples, which are in a dim of it."""
         return self.place.pinned(x, self.place.pipe, *([*[()] * dim, self.place.batch] if role.is_rows else []))
 
@@ -212,9 +212,16 @@ class Ticks:
         """Returns the sum of a gradient sharded by stage, and as it is to be."""
         return self.place.pinned_to(x, self.shardings[i] if self.shardings else None)
 
-    # --- what is made ------------------------------------------------------------------------------------------------
+    # --- what enters and is made ------------------------------------------------------------------------------------
 
-    def nothing(self, role: Role, like: Any, num_groups: int = 1) -> jax.Array | None:
+    def begun(self, role: Relation, x: Any, is_first: jax.Array) -> jax.Array:
+        """Returns what a microbatch, the first or another one, begins with of a carry that has no examples."""
+        if role.kind is not Kind.SUM:
+            return x
+        # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
+        return x * self.num_microbatches ** (float(role.power) - 1) if is_float(x) else jnp.where(is_first, x, 0)
+
+    def nothing(self, role: Relation, like: Any, num_groups: int = 1) -> jax.Array | None:
         """Returns what there is of a value before the first tick; None for examples, which each tick has others of."""
         if role.is_rows:
             return None
@@ -223,7 +230,7 @@ class Ticks:
         nothing = extremum_of_none(role.kind, dtype) if role.kind in EXTREMA else 0
         return self.place.pinned(jnp.full(shape, nothing, dtype), self.place.pipe)
 
-    def added(self, role: Role, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
+    def added(self, role: Relation, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
         """Returns what there is of a value after a tick, to which some stages add."""
         if role.is_rows:
             return None
@@ -231,7 +238,7 @@ class Ticks:
             new = (jnp.maximum if role.kind is Kind.MAX else jnp.minimum)(old, new)
         return added_at(is_own, old, new) if role.kind is Kind.SUM else at_stages(is_own, new, old)
 
-    def of_batch(self, role: Role, x: jax.Array, dtype: Any) -> jax.Array:
+    def of_batch(self, role: Relation, x: jax.Array, dtype: Any) -> jax.Array:
         """Returns a value of the batch, from what was made of it."""
         x = x * self.num_microbatches ** -float(role.power) if role.power else x
         return x.astype(dtype)
@@ -247,7 +254,7 @@ class _Ticks(Ticks):
     """
 
     def __init__(
-        self, loop: LayerLoop, travelling: Sequence[tuple[Role, Any]], shardings: Sequence[NamedSharding | None]
+        self, loop: LayerLoop, travelling: Sequence[tuple[Relation, Any]], shardings: Sequence[NamedSharding | None]
     ):
         super().__init__(loop, shardings)
         self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
@@ -263,7 +270,8 @@ class _Ticks(Ticks):
         pairs = zip(rings, self.values, strict=True)
         # What has examples waits and enters by its ring; of other values all microbatches begin with the same.
         waiting, entered = zip(*((None, None) if ring is None else ring.entered(x) for ring, x in pairs), strict=True)
-        begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
+        of_stages = lambda x: jnp.broadcast_to(x, (self.num_stages, *jnp.shape(x)))  # noqa: E731
+        begun = [None if role.is_rows else of_stages(x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
         after = [
             begun[i] if ring is None else lax.stop_gradient(x)
@@ -276,7 +284,7 @@ class _Ticks(Ticks):
         def tick(before: Any, t: jax.Array, moves: Moves) -> tuple[Any, list[Any]]:
             after, waiting, made, stacked, sums = before
             turns = [
-                (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t, moves)
+                (None, self.begun(role, x, t == 0)) if ring is None else ring.tick(own, old, t, moves)
                 for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
             ]
             waiting, is_turn = [own for own, _ in turns], (self.stage == 0) & (self.group(t) == 0)
@@ -310,39 +318,26 @@ class _Ticks(Ticks):
             results.append(self.rows_of_layers(role, next(remaining)) if role.is_rows else self.of_all(role, x, like))
         return results
 
-    # --- what enters and is made ------------------------------------------------------------------------------------
-
-    def begun(self, role: Role, x: Any) -> jax.Array | None:
-        """Returns what each microbatch begins with of a carry without examples, on all stages."""
-        if role.is_rows:
-            return None
-        if role.kind is Kind.SUM and role.power != 1 and is_float(x):  # of as many equal parts
-            x = x * self.num_microbatches ** (float(role.power) - 1)
-        return jnp.broadcast_to(x[None], (self.num_stages, *jnp.shape(x)))
-
-    def begun_in(self, role: Role, x: Any, t: jax.Array) -> jax.Array:
-        """Returns what enters of it in a tick."""
-        # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
-        return jnp.where(t == 0, x, 0) if role.kind is Kind.SUM and not is_float(x) else x
+    # --- what is made -----------------------------------------------------------------------------------------------
 
     def pinned_sums(self, sums: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns sums sharded by stage, and as they are to be."""
         return [None if x is None else self.pin_grad(i, x) for i, x in enumerate(sums)]
 
-    def added_to_group(self, role: Role, old: Any, new: jax.Array, groups: jax.Array, is_own: jax.Array) -> Any:
+    def added_to_group(self, role: Relation, old: Any, new: jax.Array, groups: jax.Array, is_own: jax.Array) -> Any:
         """Returns what there is of a stack after a tick, to which stages add that of a group."""
         if role.is_rows or self.loop.num_groups == 1:
             return self.added(role, old, new, is_own)
         each = [self.added(role, old[:, i], new, is_own & (groups == i)) for i in range(self.loop.num_groups)]
         return jnp.stack(each, 1)
 
-    def of_all(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
+    def of_all(self, role: Relation, x: jax.Array, like: Any) -> jax.Array:
         """Returns a stack without examples, of all layers."""
         x = self.of_batch(role, x, like.dtype)
         x = x if self.loop.num_groups == 1 else x.swapaxes(0, 1)
         return x.reshape(-1, *like.shape[2:])[: self.loop.num_layers]
 
-    def rows_of_layers(self, role: Role, ticks: jax.Array) -> jax.Array:
+    def rows_of_layers(self, role: Relation, ticks: jax.Array) -> jax.Array:
         """Returns a stack of all layers for the batch, from those of each tick, `[ticks, stages, layers, ...]`."""
         s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
         n, j = self.place.num_shards, m // s
@@ -356,7 +351,7 @@ class _Ticks(Ticks):
         return jnp.moveaxis(x[: self.loop.num_layers], 1, role.dim)
 
 
-def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:
+def _moved(role: Relation, x: jax.Array, dim: int, to: int) -> jax.Array:
     """Returns an array with its dim of examples, if it has one, elsewhere."""
     return jnp.moveaxis(x, dim, to) if role.is_rows else x
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from zero_jax.core.text_tables import Report, format_bytes
-from zero_jax.dims import is_float
+from zero_jax.dims import Relation, is_float
 from zero_jax.program.jaxprs import open_jaxpr
-from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
+from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop
 from zero_jax.transforms.pipeline.place import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.ring import num_moved
 
@@ -151,7 +151,7 @@ def staged_layers(entry: FoundLoop, num_parts: int = 1) -> StagedLayers:
     )
 
 
-def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], *, is_carry: bool) -> float:
+def _times(loop: LayerLoop, role: Relation, shape: tuple[int, ...], *, is_carry: bool) -> float:
     """Returns how often a device sends what goes from stage to stage, of a microbatch, in a pass.
 
     It is a mean over devices: the last stage has none to send to, but those that leave it.

@@ -43,9 +43,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero_jax.dims import is_float
+from zero_jax.dims import Relation, is_float
 from zero_jax.transforms.grad_sums import put_at
-from zero_jax.transforms.pipeline.cut import LayerLoop, Role
+from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.place import at_stages
 
 # A tile of a TPU's memory has as many rows, of features: 8 of float32, 16 of bfloat16, 32 of int8.
@@ -66,7 +66,7 @@ class Ring:
       leaves: whether it comes back behind the last stage.
     """
 
-    def __init__(self, loop: LayerLoop, role: Role, shape: Sequence[int], *, leaves: bool):
+    def __init__(self, loop: LayerLoop, role: Relation, shape: Sequence[int], *, leaves: bool):
         self.loop, self.place, self.role, self.leaves = loop, loop.place, role, leaves
         # Of a microbatch, its examples first.
         self.shape = shape[role.dim] // loop.num_microbatches, *shape[: role.dim], *shape[role.dim + 1 :]

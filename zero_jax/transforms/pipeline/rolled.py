@@ -19,19 +19,17 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate_equations, flattened, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import equations_of, scan_of
+from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.blocks import find_blocks
 from zero_jax.transforms.eqn_sequence import EqnSequence
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.scans import (
     ROLLED,
-    OtherScan,
     layer_scans,
     layers_in_order,
     other_loops,
     scans_over_params,
-    with_scans,
 )
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
@@ -186,8 +184,8 @@ class _LayersOfLoops:
         """Returns the program with a scan for each loop; warns of what is like layers of a loop, and is none."""
         traced, jaxpr = self.traced, self.facts.jaxpr
         if self.are_scans:
-            scans = _by_index(self.closed, traced.num_params)
-            return traced if scans is self.flat and "remat" not in self.kinds else traced.rewritten(scans)
+            is_as_it_was = self.closed is self.flat and "remat" not in self.kinds
+            return traced if is_as_it_was else traced.rewritten(self.closed)
         consts, order, loops = open_jaxpr(self.closed)[1], self.found.sequence.eqns, self.found.loops
         if not loops:
             return traced
@@ -208,29 +206,7 @@ class _LayersOfLoops:
                 place = place + 1 if loop is None else loop.stop
             return values_of(jaxpr.outvars, env)
 
-        scans = trace_flat(run, [var.aval for var in jaxpr.invars])
-        return traced.rewritten(_by_index(scans, traced.num_params))
-
-
-def _by_index(closed: Any, num_params: int) -> Any:
-    """Returns a jaxpr whose scans over params read whole, by index, what they take slices of that may have examples.
-
-    What layers read whole travels with its microbatch; slices of it would be those of a whole batch. Besides what is
-    made of the batch it is what is made of numbers, as masks of `jnp.ones_like(tokens)`.
-    """
-    jaxpr, _ = open_jaxpr(closed)
-    facts = _facts(jaxpr, num_params, _FrozenParams)
-    others = {}
-
-    def may_have_examples(atom: Any) -> bool:
-        return facts.kind(atom) == "value" or (facts.kind(atom) == "const" and atom.aval.ndim > 1)
-
-    for eqn in (jaxpr.eqns[i] for i in scans_over_params(facts)):
-        scan = scan_of(eqn)
-        *_, slices = scan.split(eqn.invars)
-        if whole := [i for i, atom in enumerate(slices) if may_have_examples(atom)]:
-            others[id(eqn)] = OtherScan(sub=scan, whole=whole)
-    return with_scans(closed, others)
+        return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
 
 
 def why_no_layers(traced: Traced) -> str:
@@ -248,10 +224,10 @@ def why_no_layers(traced: Traced) -> str:
     return "; ".join(f"what is in the jax.shard_map at {line_of(eqn)} is not looked into" for eqn in mapped)
 
 
-def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
+def _facts(jaxpr: Any, num_params: int) -> Facts:
     others = jaxpr.invars[num_params:]
     kinds = ["const" if _is_whole_key(var, jaxpr) else "value" for var in others]
-    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)())
+    return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore())
 
 
 def _is_whole_key(var: Any, jaxpr: Any) -> bool:
@@ -269,14 +245,6 @@ class _MadeBefore(Origins):
         if any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
             return [None] * len(eqn.outvars)
         return super().operation(eqn, operands)
-
-
-class _FrozenParams(_MadeBefore):
-    """What is made of params, of which are the arrays that the function closes over, as frozen weights."""
-
-    def constant(self, atom: Any) -> Origin:
-        """Returns the origin of a literal, or of an array that the function closes over."""
-        return super().constant(atom) or Origin(frozenset({-1}), atom)
 
 
 def _run(loop: _Loop, env: dict[Any, Any]) -> None:

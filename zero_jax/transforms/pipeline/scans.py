@@ -24,6 +24,7 @@ from zero_jax.program.jaxprs import (
     open_jaxpr,
     source_context,
     variables,
+    with_results,
 )
 from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.program.walk import Deferred, Walk
@@ -133,23 +134,48 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     return with_scans(closed, others)
 
 
-def examples_by_index(traces: Sequence[Any], num_params: int) -> list[Any]:
-    """Returns traces on batches of several sizes whose scans over layers read whole what has examples, by index.
+def layers_apart(traces: Sequence[Any], num_params: int, again: Collection[int] = ()) -> list[Any]:
+    """Returns traces on batches of several sizes whose scans over layers read what they need of examples of their own.
 
-    Slices of it would be those of a whole batch, as of what each layer makes for all examples of its params alone.
+    They read whole, by index, what has examples: slices of it would be those of a whole batch, as of what each layer
+    makes for all examples of its params alone. Those whose numbers are `again` make the places of examples themselves,
+    for as many as they have, and read the numbers of the first trace, such as that of its examples.
     """
     opened = [open_jaxpr(closed)[0] for closed in traces]
     others: list[dict[int, OtherScan]] = [{} for _ in traces]
     facts = Facts(opened[0], ["param"] * num_params + ["value"] * (len(opened[0].invars) - num_params))
-    for index in layer_scans(facts):
+    for number, index in enumerate(layer_scans(facts)):
         if len(eqns := same_scans(opened, index)) < len(opened):
             continue  # other operations on a part, which is refused later
         subs = [*map(scan_of, eqns)]
-        slices = zip(*(sub.split(eqn.invars)[2] for sub, eqn in zip(subs, eqns, strict=True)), strict=False)
-        if whole := [i for i, atoms in enumerate(slices) if len({x.aval.shape for x in atoms}) > 1]:
-            for scans_of_trace, eqn, sub in zip(others, eqns, subs, strict=True):
-                scans_of_trace[id(eqn)] = OtherScan(sub=sub, whole=whole)
+        consts, _, slices = (
+            [i for i, atoms in enumerate(zip(*each, strict=False)) if len({x.aval.shape for x in atoms}) > 1]
+            for each in zip(*(sub.split(eqn.invars) for sub, eqn in zip(subs, eqns, strict=True)), strict=True)
+        )
+        for scans_of_trace, closed, eqn, sub in zip(others, traces, eqns, subs, strict=True):
+            other = OtherScan(sub=sub, whole=slices)
+            if number in again:
+                made = {i: alone(closed, [eqn.invars[i]]) for i in consts}
+                own = {i: each for i, each in made.items() if _is_constant(each)}
+                sub = dataclasses.replace(sub, jaxpr=_with_numbers(sub.jaxpr, subs[0].jaxpr))
+                other = dataclasses.replace(other, sub=sub, own=own)
+            if slices or number in again:
+                scans_of_trace[id(eqn)] = other
     return [*map(with_scans, traces, others)]
+
+
+def _with_numbers(jaxpr: Any, like: Any) -> Any:
+    """Returns a jaxpr that reads the numbers which another one of the same operations does."""
+    (opened, _), (other, _) = open_jaxpr(jaxpr), open_jaxpr(like)
+    if [x.primitive for x in opened.eqns] != [x.primitive for x in other.eqns]:
+        return jaxpr
+    read = lambda x, y: y if is_literal(x) and is_literal(y) and x.aval == y.aval else x  # noqa: E731
+    eqns = []
+    for eqn, each in zip(opened.eqns, other.eqns, strict=True):
+        inner = {"jaxpr": each.params["jaxpr"]} if kind_of(eqn) in ("call", "remat", "scan") else {}
+        params = {name: _with_numbers(eqn.params[name], x) for name, x in inner.items()}
+        eqns.append(eqn.replace(invars=[*map(read, eqn.invars, each.invars)], params={**eqn.params, **params}))
+    return with_results(jaxpr, opened.outvars, eqns=eqns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +187,8 @@ class OtherScan:
     # these slices
     numbers: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     whole: Collection[int] = ()  # the numbers of the slices that it is to read whole, by index
+    # The constants that each iteration makes, by jaxprs that read no inputs
+    own: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, values: Sequence[Any]) -> list[Any]:
         """Evaluates it on its operands."""
@@ -172,11 +200,12 @@ class OtherScan:
 
         def body(carry: list[Any], xs: tuple[Any, list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             index, taken, others = xs[0], dict(zip(self.numbers, map(_Slice, xs[1]), strict=True)), iter(xs[2])
-            shared = [taken.get(i, x) for i, x in enumerate(consts)]
+            made = {i: evaluate(*open_jaxpr(x), [None] * len(open_jaxpr(x)[0].invars))[0] for i, x in self.own.items()}
+            shared = [made[i] if i in made else taken.get(i, x) for i, x in enumerate(consts)]
             at_index = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
             read = [at_index(x) if i in self.whole else next(others) for i, x in enumerate(slices)]
-            made = _Reading().run(sub.jaxpr, [*shared, *carry, *read], None)
-            return made[: sub.num_carry], made[sub.num_carry :]
+            results = _Reading().run(sub.jaxpr, [*shared, *carry, *read], None)
+            return results[: sub.num_carry], results[sub.num_carry :]
 
         index = jnp.arange(sub.length) if self.whole else None
         others = [x for i, x in enumerate(slices) if i not in self.whole]

@@ -40,7 +40,7 @@ from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.place import Schedule, StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
-from zero_jax.transforms.pipeline.scans import examples_by_index, layers_outside
+from zero_jax.transforms.pipeline.scans import layers_apart, layers_outside
 from zero_jax.transforms.pipeline.waiting import in_turn
 from zero_jax.transforms.separable.separability import relations_of
 
@@ -131,15 +131,29 @@ class PipelinedProgram(LossProgram):
         is_1f1b = self.stages.schedule.is_interleaved
         comparison = TraceComparison(k, num_blocks, is_mean=is_1f1b)
         # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
-        traces, ends = comparison.in_blocks(traces, relations, keeps_whole=is_1f1b)
-        whole, *parts = examples_by_index(traces, num_params)
-        found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
+        traces, ends = comparison.in_blocks(traces, relations)
+        (whole, *parts), found = self.found(traces, relations, num_params, comparison)
         if is_1f1b:
             staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
         else:
             staged = _with_stages(whole, found)
         staged = _with_ends(staged, ends)
         return (in_turn(staged, num_params) if platform_of(self.stages.place.mesh) == "cpu" else staged), found
+
+    def found(
+        self, traces: Sequence[Any], relations: Sequence[Relation], num_params: int, comparison: TraceComparison
+    ) -> tuple[list[Any], list[FoundLoop]]:
+        """Returns traces whose scans over layers have examples of their own, and these scans."""
+        how = {"num_params": num_params, "stages": self.stages, "comparison": comparison}
+        whole, *parts = layers_apart(traces, num_params)
+        found = find_loops(whole, parts, relations, **how)
+        if again := [i for i, x in enumerate(found) if x.loop is None]:
+            of_own = layers_apart(traces, num_params, again)
+            others = find_loops(of_own[0], of_own[1:], relations, **how)
+            if any(others[i].loop for i in again):
+                pairs = zip(others, found, strict=True)
+                return of_own, [x if x.loop else dataclasses.replace(x, why=y.why) for x, y in pairs]
+        return [whole, *parts], found
 
     def interleaved(
         self,

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from zero_jax.dims import is_float
+from zero_jax.dims import Relation, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import read_for
-from zero_jax.program.evaluation import evaluate, evaluate_equations, trace_flat, values_of
-from zero_jax.program.subcalls import scan_of
+from zero_jax.program.evaluation import evaluate, evaluate_equations, flattened, trace_flat, values_of
+from zero_jax.program.subcalls import kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.cut import LayerLoop, Role, pipeline_p, role_of
+from zero_jax.transforms.pipeline.cut import LayerLoop, checked, pipeline_p
 from zero_jax.transforms.pipeline.interleaved.microbatch import LossTraces, MicrobatchProgram
 from zero_jax.transforms.pipeline.interleaved.ticks import InterleavedTicks
 from zero_jax.transforms.pipeline.loop import Layer
@@ -48,11 +48,10 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
-    of_loss = read_for(whole.outvars[:1], whole.eqns)
-    loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in of_loss for x in layers.outvars]))
+    loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in traces.with_gradient for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
-    inside = [traces.traced(x, own, [*shared, *examples], end.results, alone=True) for x in each]
+    inside = [traces.traced(x, own, [*shared, *examples], end.results) for x in each]
     program = MicrobatchProgram(
         loop=loop,
         jaxpr=layer_of_microbatch(inside[0], (inside[1], inside[2]), axes),
@@ -69,7 +68,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         env = dict(zip((*whole.constvars, *whole.invars), (*consts, *leaves), strict=True))
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
         seeds, pairs = end.seeds(env), zip(examples, values_of(examples, env), strict=True)
-        own_examples = [lax.stop_gradient(x) if var in traces.without_gradient else x for var, x in pairs]
+        own_examples = [x if var in traces.with_gradient else lax.stop_gradient(x) for var, x in pairs]
         with jaxprs.source_context(layers):
             operands = *values_of(shared, env), *own_examples, *values_of(stacks, env)
             loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
@@ -90,7 +89,7 @@ def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
 
     Of the others each stage would have derivatives times zero, which may be infinite: those of a root at zero.
     """
-    jaxpr, consts = jaxprs.open_jaxpr(loop.layer)
+    jaxpr, _ = jaxprs.open_jaxpr(flattened(loop.layer, kinds=("call", "remat")))
     carry = jaxpr.invars[1 + len(loop.consts) :][: len(loop.carry)]
     count, flags = -1, [*flags]
     while sum(flags) > count:  # the next layer may make what the loss is made of, of what this one carries
@@ -98,12 +97,29 @@ def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
         results = (x for x, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not jaxprs.is_literal(x))
         read = read_for(results, jaxpr.eqns)
         flags[: len(carry)] = [flag or x in read for flag, x in zip(flags, carry, strict=False)]
+    return loop.layer if all(flags) else _differentiated(loop.layer, flags)
+
+
+def _differentiated(closed: Any, flags: Sequence[bool]) -> Any:
+    """Returns a jaxpr whose results, and those of each `jax.checkpoint` in it, have a gradient where flags ask for it.
+
+    A `jax.checkpoint` derives all that it makes.
+    """
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    results = (x for x, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not jaxprs.is_literal(x))
+    read = read_for(results, jaxpr.eqns)
+
+    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if kind_of(eqn) == "remat" and not read.issuperset(eqn.outvars):
+            made = _differentiated(eqn.params["jaxpr"], [x in read for x in eqn.outvars])
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": jaxprs.open_jaxpr(made)[0]})
+        return jaxprs.bind(eqn, values)
 
     def run(*values: Any) -> list[Any]:
-        results = evaluate(jaxpr, consts, values)
+        results = evaluate(jaxpr, consts, values, equation)
         return [x if flag else lax.stop_gradient(x) for x, flag in zip(results, flags, strict=True)]
 
-    return loop.layer if all(flags) else trace_flat(run, [var.aval for var in jaxpr.invars])
+    return trace_flat(run, [var.aval for var in jaxpr.invars])
 
 
 def run_1f1b(
@@ -157,7 +173,7 @@ class _End:
     whole: Any  # the jaxpr of the loss on the batch
     eqns: Sequence[Any]  # the equations that are on sums alone
     results: list[Any]  # what is summed, or else put together, of those of microbatches
-    roles: list[Role]  # what each of them is
+    roles: list[Relation]  # what each of them is
     summed: list[Any]  # those that the loss is made of
 
     @classmethod
@@ -168,35 +184,31 @@ class _End:
           CannotCut: something is neither that, nor made of what microbatches have.
         """
         whole, relations = traces.whole, traces.relations_after()
-        roles, late, eqns = dict[Any, Role](), set[Any](), []
-        of_loss, why = read_for(whole.outvars[:1], whole.eqns), ""
+        roles, late, eqns = dict[Any, Relation](), set[Any](), []
+        why, with_gradient = "", traces.with_gradient
         for eqn in whole.eqns:
             made = [x for x in eqn.outvars if x in relations]
             reads = [x for x in jaxprs.variables(eqn) if x in traces.after]
             what = "what loss_fn returns or reads of its layers"
             try:
-                own = {x: role_of(relations[x], what, has_gradient=x in of_loss) for x in made}
+                own = {x: checked(relations[x], what, has_gradient=x in with_gradient) for x in made}
                 if any(role.power and x.aval.dtype.kind in "iub" for x, role in own.items()):
                     raise CannotCut("it is made of a mean of whole numbers over the examples")
             except CannotCut as error:
                 own, why = {}, str(error)
-            is_late = not (late.isdisjoint(reads) and traces.sums_before.isdisjoint(jaxprs.variables(eqn)))
-            if not made or (len(own) == len(made) and not is_late):
+            if not made or (len(own) == len(made) and late.isdisjoint(reads)):
                 roles.update(own)
-            elif any(x in roles and roles[x].is_rows for x in reads) and not of_loss.isdisjoint(eqn.outvars):
+            elif any(x in roles and roles[x].is_rows for x in reads) and not with_gradient.isdisjoint(eqn.outvars):
                 raise CannotCut(f"the loss is not made of those of microbatches: {'examples are read' if own else why}")
             elif eqn is whole.eqns[traces.index]:
-                of_others = (
-                    "its layers read a sum over the examples that those of another loop made (add it behind them)"
-                )
-                raise CannotCut(of_others if own else why)
+                raise CannotCut(why)
             else:
                 late.update(made)
                 eqns.append(eqn)
         read = [x for eqn in eqns for x in jaxprs.variables(eqn)]
         read += [x for x in whole.outvars if not jaxprs.is_literal(x)]
         results = [x for x in dict.fromkeys(read) if x in roles]
-        needed = read_for(whole.outvars[:1], eqns)
+        needed = read_for(whole.outvars[:1], [x for x in eqns if x.primitive.name != "stop_gradient"])
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 

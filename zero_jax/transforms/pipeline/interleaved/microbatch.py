@@ -1,9 +1,9 @@
 """The loss of one microbatch as a stage runs it, where gradients are taken within the loop over ticks (1F1B).
 
 Everything from the examples of a microbatch to its part of the loss is in it, with one equation for the layers. What is
-the same for all microbatches is computed once, outside: what is made of params alone, and what no param has a part in
-and is no value of each example, such as the number of tokens of the batch. So is what layers without a gradient make,
-as those of a reference model: the examples of a microbatch have a part of it.
+no value of each example is computed once, outside: what is made of params alone, and the number of tokens of the batch.
+So is what is made of several examples before the layers, and by layers without a gradient, as those of a reference
+model: a microbatch has its examples of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import trace_flat, values_of
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.pipeline.body import CannotCut
-from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, Role, are_of_one
+from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, are_of_one
 
 # The layers within the loss of a microbatch: of the constants and carries of the scan, without what it slices.
 layers_p = jex_core.Primitive("zero_layers")
@@ -38,7 +38,7 @@ class MicrobatchProgram:
     # one; the equation of `layers_p` in it returns carries and stacks.
     jaxpr: Any
     num_shared: int  # how many of its inputs are shared
-    results: tuple[Role, ...]  # what each of its results is to that of the batch
+    results: tuple[Relation, ...]  # what each of its results is to that of the batch
     summed: tuple[int, ...]  # the results that the loss of the batch is a sum of
 
     @property
@@ -54,7 +54,7 @@ class MicrobatchProgram:
     @property
     def dims(self) -> tuple[int | None, ...]:
         """For each result of its equation the dim of examples, None where it has none."""
-        return None, None, *(role.dim if role.is_rows else None for role in self.results)
+        return None, None, *(x.dim if x.is_rows else None for x in self.results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,9 @@ class LossTraces:
            +--> other layers
 
     `shared` is computed once, outside of the loop over ticks, and all microbatches read it. `examples` are outside,
-    too: leaves of the batch, and what layers that are run before have made of them; a microbatch has its part. All else
-    is its own: it is computed in the loop, in the stage that the microbatch is in (`operands`).
+    too: leaves of the batch, what layers that are run before have made of them, and what is made of several; a
+    microbatch has its part. All else is its own: it is computed in the loop, in the stage that the microbatch is in
+    (`operands`).
 
     Args:
       whole: the flat closed jaxpr of the loss on the batch.
@@ -118,11 +119,13 @@ class LossTraces:
     ):
         self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
+        self.with_gradient = with_gradient
+        assert entry.loop is not None
+        self.made = entry.loop.carry + entry.loop.ys
         of_one = [False, len(parts) > 1, False, False]
         traces = (_Trace.of(x, whole, of_one=flag) for x, flag in zip((whole, *parts), of_one, strict=False))
         self.batch, self.microbatch, *others = traces
         self.compared = others or [self.batch, self.microbatch]
-        assert entry.loop is not None
         if others and not are_of_one(_numbers([parts[0], *parts[:0:-1]]), entry.loop.num_microbatches):
             raise CannotCut(OF_ONE)
         eqns = self.whole.eqns
@@ -137,58 +140,48 @@ class LossTraces:
         others = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
         chains = [made for made in (eqns[x.index].outvars for x in before) if self.after.isdisjoint(made)]
         of_chains = made_of([x for made in chains for x in made], eqns)
-        self.sums_before = {x for x in of_chains & self.relations.keys() if self.relations[x].kind is Kind.SUM}
         # What is made of their results, with the size of the largest of these: what is larger is made again, in a tick.
         largest = {x: max(y.aval.size for y in made) for made in (*others, *chains) for x in made_of(made, eqns)}
         own = self.after | (with_gradient - of_chains)
         self.of_others = {x for x, n in largest.items() if x not in own and x.aval.size <= n and self.has_rows(x)}
-        # So is what examples of several microbatches have a part in, and no param, such as examples that are mixed.
+        # So is what several examples have a part in, as if they are mixed, and other values that layers read.
         made_whole = {x for x in self.relations if self.compared[0].variables[x] in comparison.made_whole}
-        made_whole |= {x for x in self.reads(self.index) if self.is_place(x)}
+        made_whole |= {x for x in self.reads(self.index) if x in self.relations and not self.relations[x].is_plain}
+        made_whole = {x for x in made_whole if not self.is_shared(x)}
         if any(x.aval.shape[1:] != self.microbatch.variables[x].aval.shape[1:] for x in made_whole):
-            raise CannotCut(OF_ONE)
+            why = "its layers read of the whole batch what has examples in a dim that is not the first one"
+            raise CannotCut(OF_ONE if len(parts) > 1 else why)
         self.of_others |= made_whole
-        self.without_gradient = self.of_others - with_gradient
+        for x in self.whole.constvars:
+            if x not in self.of_others and x in self.relations and self.relations[x].kind is Kind.POSITIONS:
+                why = f"a constant of shape {x.aval.shape} is as long as the batch"
+                raise CannotCut(f"{why}: make it by jnp, as jnp.arange(n)")
 
     def relations_before(self) -> dict[Any, Relation]:
-        """Returns the relations of all that does not depend on the layers."""
+        """Returns the relations of all that does not depend on the layers, and of constants that are not shared."""
         made = [x for eqn in self.whole.eqns for x in eqn.outvars if x not in self.after]
         made = [x for x in made if type(x).__name__ != "DropVar"]  # which is no result of a jaxpr
         whole, part = (jaxprs.with_results(each.closed, [each.variables[x] for x in made]) for each in self.compared)
         found = dict(zip(made, self.comparison.run(whole, part, self.inputs, keeps_whole=True), strict=True))
-        return found | self.constants() | dict(zip(self.whole.invars, self.inputs, strict=True))
-
-    def constants(self) -> dict[Any, Relation]:
-        """Returns the relations of constants, of NumPy's, that are as long as the batch; others are shared.
-
-        Raises:
-          CannotCut: a microbatch does not have its examples of one.
-        """
-        found = dict[Any, Relation]()
         consts = (jaxprs.open_jaxpr(each.closed)[1] for each in self.compared)
-        for var, values in zip(self.whole.constvars, zip(*consts, strict=True), strict=True):
-            whole, part = map(np.shape, values)
-            if whole == part:
-                continue
-            found[var] = self.comparison.constant(*values)
-            if found[var].kind is Kind.POSITIONS or whole[1:] != part[1:]:
-                raise CannotCut(
-                    f"a constant of shape {whole} is as long as the batch: make it by jnp, as jnp.arange(n)"
-                )
-        return found
+        pairs = zip(self.whole.constvars, zip(*consts, strict=True), strict=True)
+        found |= {x: self.comparison.constant(*both) for x, both in pairs if np.shape(both[0]) != np.shape(both[1])}
+        return found | dict(zip(self.whole.invars, self.inputs, strict=True))
 
     def relations_after(self) -> dict[Any, Relation]:
         """Returns the relations of what depends on the layers, where what is shared is as it is for the batch."""
-        eqns, results = self.whole.eqns, [x for x in self.whole.outvars if not jaxprs.is_literal(x) and x in self.after]
+        layers = self.whole.eqns[self.index].outvars
+        found = {x: dataclasses.replace(y, of_params=True) for x, y in zip(layers, self.made, strict=True)}
+        results = [x for x in self.whole.outvars if not jaxprs.is_literal(x) and x in self.after]
         own, shared, examples = self.operands(results)
-        made = [x for i in own for x in eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
-        stacks = scan_of(eqns[self.index]).split(eqns[self.index].invars)[2]
-        stacks = [x for x in dict.fromkeys(stacks) if not jaxprs.is_literal(x) and x not in shared]
-        known = [dataclasses.replace(SAME, of_params=x in self.of_params) for x in (*shared, *stacks)]
-        inputs = [*known[: len(shared)], *[rows(0)] * len(examples), *known[len(shared) :]]
-        read = [*shared, *examples, *stacks]
-        whole, part = (self.traced(each, own, read, made, alone=False) for each in self.compared)
-        return dict(zip(made, self.comparison.run(whole, part, inputs), strict=True))
+        own.remove(self.index)
+        made = [x for i in own for x in self.whole.eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
+        read = [x for x in layers if type(x).__name__ != "DropVar"]
+        known = (*((x, SAME) for x in shared), *((x, rows(0)) for x in examples))
+        inputs = [dataclasses.replace(relation, of_params=x in self.of_params) for x, relation in known]
+        inputs += [found[x] for x in read]
+        whole, part = (self.traced(each, own, [*shared, *examples, *read], made) for each in self.compared)
+        return found | dict(zip(made, self.comparison.run(whole, part, inputs), strict=True))
 
     def is_shared(self, x: Any) -> bool:
         """Tells whether a value is computed once for all microbatches."""
@@ -197,20 +190,14 @@ class LossTraces:
             return x not in self.after
         if relation.is_plain and relation.kind is Kind.SAME:
             return x not in self.moved
-        # A sum of the batch that no param has a part in, or what is not known, such as a number of tokens.
         shapes = x.aval.shape, self.microbatch.variables[x].aval.shape
-        return relation.kind is not Kind.ROWS and x not in self.of_params and shapes[0] == shapes[1]
+        return relation.kind is not Kind.ROWS and shapes[0] == shapes[1]
 
     def has_rows(self, x: Any) -> bool:
         """Tells whether a microbatch has a part of a value, of leading examples."""
         relation, of_one = self.relations.get(x), self.microbatch.variables[x].aval.shape  # which may have no dim
         is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
         return is_rows and of_one[1:] == x.aval.shape[1:]
-
-    def is_place(self, x: Any) -> bool:
-        """Tells whether a value is of the places of examples in the batch."""
-        relation = self.relations.get(x)
-        return relation is not None and relation.kind is Kind.POSITIONS and relation.dim == 0
 
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """Returns the equations that results need of a microbatch, and what they read that is shared, and examples."""
@@ -231,17 +218,14 @@ class LossTraces:
         consts, carry, _ = scan_of(eqn).split(eqn.invars) if i == self.index else (eqn.invars, [], [])
         return [x for x in (*consts, *carry) if not jaxprs.is_literal(x)]
 
-    def traced(
-        self, trace: _Trace, own: Sequence[int], inputs: Sequence[Any], results: Sequence[Any], *, alone: bool
-    ) -> Any:
-        """Returns some equations of a trace as a closed jaxpr; `alone` has `layers_p` for the layers.
+    def traced(self, trace: _Trace, own: Sequence[int], inputs: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Returns some equations of a trace as a closed jaxpr, with `layers_p` for the layers.
 
         Args:
           trace: the trace.
           own: the equations.
           inputs: its inputs, variables of the trace on the batch, as are the results.
           results: its results.
-          alone: whether the layers are without what they slice.
         """
         variables, eqns = trace.variables, jaxprs.open_jaxpr(trace.closed)[0].eqns
 
@@ -251,11 +235,8 @@ class LossTraces:
             for i in own:
                 eqn = eqns[i]
                 if i == self.index:  # its layers read the numbers of the batch, as `find_loops` has it
-                    numbers = scan_of(eqn).split(self.whole.eqns[i].invars)[0]
-                    read = [a if jaxprs.is_literal(a) else b for a, b in zip(numbers, eqn.invars, strict=False)]
-                    eqn = eqn.replace(invars=[*read, *eqn.invars[len(read) :]])
-                if i == self.index and alone:
-                    consts, carry, _ = scan_of(eqn).split(eqn.invars)
+                    (consts, carry, _), (numbers, *_) = map(scan_of(eqn).split, (eqn.invars, self.whole.eqns[i].invars))
+                    consts = [a if jaxprs.is_literal(a) else b for a, b in zip(numbers, consts, strict=True)]
                     avals = tuple(var.aval for var in eqn.outvars)
                     with jaxprs.source_context(eqn):
                         made = layers_p.bind(*values_of((*consts, *carry), env), avals=avals)

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from zero_jax.dims import Kind, is_float
+from zero_jax.dims import Kind, Relation, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import put_at, updated_at
-from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.interleaved.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.interleaved.shared_reads import SharedReads
 from zero_jax.transforms.pipeline.interleaved.stage_passes import StagePasses
@@ -261,8 +260,9 @@ class InterleavedTicks(Ticks):
         self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns carries and stacks behind the layers of a stage, and sums; the first layer reads `values`."""
-        (stage, group, _, is_own), num_carry = work, len(self.loop.carry)
+        (stage, group, number, is_own), num_carry = work, len(self.loop.carry)
         consts, begun = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
+        begun = [self.begun(role, x, number == 0) for role, x in zip(self.loop.carry, begun, strict=True)]
         of_layers = dict(zip(self.of_layers, sums, strict=True))
         # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
         begins = (stage == 0) & (group == 0) | ~is_own
@@ -300,7 +300,7 @@ class InterleavedTicks(Ticks):
         x = x.reshape(n, m, x.shape[0] // (n * m), *x.shape[1:]).swapaxes(0, 1)
         return self.place.pinned(lax.collapse(x, 1, 3), (), self.place.batch)
 
-    def of_microbatches(self, role: Role, x: jax.Array) -> jax.Array:
+    def of_microbatches(self, role: Relation, x: jax.Array) -> jax.Array:
         """Returns a result of the batch from those of microbatches in all stages, `[microbatches, stages, ...]`."""
         return jnp.moveaxis(self.of_all_microbatches(jnp.moveaxis(x[:, -1], role.dim + 1, 1)), 0, role.dim)
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from jax.experimental import pallas as pl
 from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
 
 import zero_jax as zero
@@ -408,12 +409,24 @@ AS_ALL_PARTS = {
 }
 
 
+def plan_of_copies(loss):
+    made = StepLoss.of(loss, jnp.float32(1), mesh=mesh_of("replica"), config=reference.make_config(stage=3))
+    return choice.judge(made, (jnp.float32(1), jnp.ones(16), jax.random.key(0))).plan
+
+
 @pytest.mark.parametrize("what", [*AS_THE_BATCH, *AS_ALL_PARTS])
 def test_numbers_that_are_drawn_for_examples_are_found_wherever_they_are(what):
-    loss = lambda params, x: (params * {**AS_THE_BATCH, **AS_ALL_PARTS}[what](x)).mean()  # noqa: E731
-    made = StepLoss.of(loss, jnp.float32(1), mesh=mesh_of("replica"), config=reference.make_config(stage=3))
-    judged = choice.judge(made, (jnp.float32(1), jnp.ones(16), jax.random.key(0)))
-    assert ("numbers are drawn for examples at" in judged.plan.why_not_once) == (what in AS_THE_BATCH)
+    plan = plan_of_copies(lambda params, x: (params * {**AS_THE_BATCH, **AS_ALL_PARTS}[what](x)).mean())
+    assert ("numbers are drawn for examples at" in plan.why_not_once) == (what in AS_THE_BATCH)
+
+
+def test_branches_on_activations_alone_are_summed_over_copies_once_a_step():
+    branch = lambda params, x: jax.lax.cond(params > 0, jnp.sin, jnp.cos, params * x).mean()  # noqa: E731
+    within = lambda params, x: jax.lax.cond(x.size > params, lambda: params, lambda: 2 * params) * x.mean()  # noqa: E731
+    kernel = lambda ref, out: pl.when(ref[0] > 0)(lambda: out.__setitem__(..., 2 * ref[...]))  # noqa: E731
+    row = lambda x: pl.pallas_call(kernel, jax.ShapeDtypeStruct((1,), x.dtype))(x[None])[0]  # noqa: E731
+    plans = [plan_of_copies(x) for x in (branch, within, lambda params, x: params * jax.vmap(row)(x).mean())]
+    assert [bool(plan.once_over) for plan in plans] == [True, False, True]
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])

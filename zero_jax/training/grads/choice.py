@@ -110,7 +110,8 @@ def _repeated_draws(
         of_part = reads_of(program, variables, shapes_of_part(batch, num_parts), key).repeated if reads.repeated else ()
     # Those of a part, too: a line may draw as many for something else as for the batch, and fewer for the part.
     lines = sorted(line for line, _ in reads.repeated.symmetric_difference(of_part))
-    return f"numbers are drawn for examples at {lines[0]} by a key that all parts of a batch have" if lines else ""
+    why = "by a key that all parts of a batch have (take the one that loss_fn gets)"
+    return f"numbers are drawn for examples at {lines[0]} {why}" if lines else ""
 
 
 class _Reads(Dependence):

@@ -42,7 +42,9 @@ PRODUCTS = {
     "summed dims in another order": ("bthk,khd->btd", Y, (DEPTH, HEADS, FEATURES), P(None, None, "data"), (32, 32)),
     "a weight for each head": ("bthk,hkd->bthd", Y, OUT_OF, P(None, None, "data"), None),
     "heads of whole lanes": ("btd,dhk->bthk", X, (FEATURES, 2, 128), P("data"), None),
-    "out of heads of whole lanes": ("bthk,hkd->btd", Y.repeat(16, -1), (HEADS, 128, 16), P(None, None, "data"), None),
+    "one head of whole lanes": ("btd,dhk->bthk", X, (FEATURES, 1, 128), P("data"), (FEATURES, 128)),
+    "features between heads": ("btd,hdk->bthk", X, (2, FEATURES, 128), P(None, "data"), (FEATURES, 2 * 128)),
+    "out of heads of lanes": ("bthk,hkd->btd", Y.repeat(16, -1), (HEADS, 128, 16), P(None, None, "data"), (512, 16)),
     "a matrix already": ("btd,df->btf", X, (FEATURES, 16), P("data"), None),
 }
 

@@ -209,6 +209,20 @@ def test_what_layers_of_a_python_loop_share_is_gathered_and_reduced_once(wrap, s
     assert moved == {"all-gather": 1, "all-to-all": 1}
 
 
+def test_a_large_param_of_two_products_leaves_those_of_more_gathered_once():
+    def fn(params, x):
+        x = jnp.tanh(x @ params["table"]) @ params["table"].T
+        for _ in range(3):
+            x = apply(x, params["w"])
+        return jnp.mean(x**2)
+
+    params = {"table": np.zeros((WIDTH, 8 * WIDTH), np.float32), "w": WEIGHTS[0]}
+    options = {"mesh": mesh_of("8"), "max_hoisted_bytes": params["table"].nbytes}
+    report = zero.gather_report(fn, {"table": P("data"), "w": P("data")}, params, batch_of(mesh_of("8")), **options)
+    assert [event.reason for event in report.events if event.path == "w"] == ["once for 3 products"]
+    assert [event.reason for event in report.events if event.path == "table"] == ["dot_general"] * 2
+
+
 def test_branch_not_taken_gathers_nothing():
     mesh, specs = mesh_of("8"), {"w": NamedSharding(mesh_of("8"), P("data"))}
 

@@ -170,9 +170,8 @@ def _traces_of(tx: Any) -> _OptimizerTraces:
 class TracedUpdate:
     """The trace of an optimizer's update."""
 
-    jaxpr: (
-        Any  # the closed jaxpr, to params and state: of gradients, state, params, loss and, if any, unclipped gradients
-    )
+    # The closed jaxpr, to params and state: of gradients, state, params, loss and, if any, unclipped gradients
+    jaxpr: Any
     updates: Sequence[Any]  # the variables, or literals, of the updates in it
     new_state: PyTree  # the shapes of the state that it returns
     num_grads: int  # the number of gradients

@@ -150,18 +150,18 @@ def shared_once(
 
     Each device has a copy, whose gradients are reduced once. `uses` have the params of each equation that uses some.
     """
-    counts, shared = collections.Counter(itertools.chain.from_iterable(uses.values())), list[int]()
-    results, dims = list(values), walk.by_device.example_dims
-    for i, count in counts.items():
-        is_plain = isinstance(values[i], Lazy) and not values[i].is_gathered and _is_plain(walk, values[i])
-        if count > 1 and is_plain and only_multiplied(jaxpr, jaxpr.invars[i], dims):
-            shared.append(i)
-    if sum(num_bytes(values[i].aval) for i in shared) > walk.options.max_hoisted_bytes:
-        return results
-    for i in shared:
-        first = next(jaxpr.eqns[index] for index, params in uses.items() if i in params)
-        walk.notes.gather(values[i], first, f"once for {counts[i]} products", early=False)
-        results[i] = _copies(walk, values[i])
+    counts = collections.Counter(itertools.chain.from_iterable(uses.values()))
+    results, dims, left = list(values), walk.by_device.example_dims, walk.options.max_hoisted_bytes
+    are_plain = [isinstance(x, Lazy) and not x.is_gathered and _is_plain(walk, x) for x in values]
+    shared = [i for i in counts if counts[i] > 1 and are_plain[i] and only_multiplied(jaxpr, jaxpr.invars[i], dims)]
+    # All of as many products, or none; those of most first, which a table of two may have no room beside.
+    for count in sorted({counts[i] for i in shared}, reverse=True):
+        group = [i for i in shared if counts[i] == count]
+        left -= sum(num_bytes(values[i].aval) for i in group)
+        for i in group if left >= 0 else ():
+            first = next(jaxpr.eqns[index] for index, params in uses.items() if i in params)
+            walk.notes.gather(values[i], first, f"once for {count} products", early=False)
+            results[i] = _copies(walk, values[i])
     return results
 
 

@@ -196,7 +196,9 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int,
     free = [i for i in range(value.aval.ndim) if i not in summed]
     if value.dims is None or batch[place] or not (free and partners) or max(len(summed), len(free)) < 2:
         return None
-    if all(value.aval.shape[group[-1]] % _LANES == 0 for group in (summed, free) if len(group) > 1):
+    sizes = [[value.aval.shape[i] for i in group] for group in (summed, free) if len(group) > 1]
+    is_by_first = bool(value.dims[0]) and not any(value.dims[1:])  # else what is sharded would be lanes, or between
+    if is_by_first and all(group[-1] % _LANES == 0 and min(group) > 1 for group in sizes):
         return None  # nothing is padded, and activations of merged dims would be copies in another layout
     groups = sorted((summed, free))  # of the weight's dims, those of the rows and of the columns of the matrix
     order = [*groups[0], *groups[1]]

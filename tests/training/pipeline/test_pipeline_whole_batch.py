@@ -91,18 +91,18 @@ def of_batch_statistics(params, batch):
 
 def of_batch_statistics_in_layers(params, batch):
     """Layers on the sorted tokens of the batch that read means over it of what params and constants of NumPy's have
-    made, and carry other numbers of it; the loss has the largest values of all without a gradient."""
+    made, and carry other numbers of it and their number; the loss has the largest values of all without a gradient."""
     x, carried = params["embed"][batch["tokens"]], jnp.std(batch["images"])
     read = (x * np.linspace(0.5, 1, LENGTH, dtype=np.float32)[:, None]).mean((0, 1))
     tokens = x.reshape(-1, FEATURES)
 
     def layer(carry, w):
-        x, total, spread = carry
-        x = x + jnp.tanh(x @ w * read * spread)
-        return (x, total + jnp.square(x).sum(), spread * 0.9), x.max()
+        x, total, spread, size = carry
+        x = x + jnp.tanh(x @ w * read * spread) * size
+        return (x, total + jnp.square(x).sum(), spread * 0.9, size / BATCH_SIZE), x.max()
 
-    start = tokens[jnp.argsort(tokens[:, 0])], jnp.square(x).sum(), carried
-    (x, total, spread), largest = jax.lax.scan(layer, start, params["w"])
+    start = tokens[jnp.argsort(tokens[:, 0])], jnp.square(x).sum(), carried, float(len(x))
+    (x, total, spread, _), largest = jax.lax.scan(layer, start, params["w"])
     loss = jnp.square(x @ params["head"] * jnp.repeat(batch["images"][:, 0, 0], LENGTH)[:, None]).mean()
     return loss + 1e-3 * total + spread + jax.lax.stop_gradient(largest).sum(), {}
 

@@ -235,8 +235,8 @@ class LossTraces:
             for i in own:
                 eqn = eqns[i]
                 if i == self.index:  # its layers read the numbers of the batch, as `find_loops` has it
-                    (consts, carry, _), (numbers, *_) = map(scan_of(eqn).split, (eqn.invars, self.whole.eqns[i].invars))
-                    consts = [a if jaxprs.is_literal(a) else b for a, b in zip(numbers, consts, strict=True)]
+                    pairs = zip(self.whole.eqns[i].invars, eqn.invars, strict=True)
+                    consts, carry, _ = scan_of(eqn).split([a if jaxprs.is_literal(a) else b for a, b in pairs])
                     avals = tuple(var.aval for var in eqn.outvars)
                     with jaxprs.source_context(eqn):
                         made = layers_p.bind(*values_of((*consts, *carry), env), avals=avals)

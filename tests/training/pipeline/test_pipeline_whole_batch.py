@@ -152,6 +152,22 @@ def test_layers_take_what_is_made_of_the_batch_by_all_schedules(loss_fn, pipelin
     assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
 
 
+def test_masks_that_1f1b_counts_for_the_batch_are_those_that_it_applies():
+    """Drawn in the loss, for tokens and for examples whose weights are returned."""
+
+    def loss_fn(params, batch):
+        mask = jax.random.bernoulli(jax.random.key(1), 0.3, batch["tokens"].shape)
+        weights = jax.random.uniform(jax.random.key(2), (len(mask), 1))
+        x = params["embed"][jnp.where(mask, 0, batch["tokens"])]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["w"])
+        losses = jnp.square(x @ params["head"]).mean(-1)
+        return (losses * mask * weights).sum() / mask.sum(), {"weights": weights}
+
+    found, metrics = one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+    expected, aux = on_one_device(loss_fn)
+    assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
+
+
 @pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
 def test_layers_take_what_those_of_another_loop_add_up(pipeline):
     """Simulated devices run more collectives at once here than they have threads for: this is traced alone."""

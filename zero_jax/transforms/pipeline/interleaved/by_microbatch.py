@@ -48,6 +48,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
+    while traces.keeps_draws(traces.operands(end.results)[0], end.outside(traces)):
+        end = _End.of(traces)
     loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in traces.with_gradient for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
@@ -211,6 +213,13 @@ class _End:
         needed = read_for(whole.outvars[:1], [x for x in eqns if x.primitive.name != "stop_gradient"])
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
+
+    def outside(self, traces: LossTraces) -> set[Any]:
+        """Returns what is computed on the whole batch, of what is read behind it."""
+        _, shared, examples = traces.operands(self.results)
+        read = (x for eqn in self.eqns for x in jaxprs.variables(eqn))
+        results = (x for x in self.whole.outvars if not jaxprs.is_literal(x))
+        return {*shared, *examples, *read, *results} - traces.after
 
     @property
     def is_single(self) -> bool:

@@ -26,7 +26,9 @@ from zero_jax.transforms.pipeline.interleaved.ticks import InterleavedTicks
 from zero_jax.transforms.pipeline.loop import Layer
 
 
-def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> tuple[Any, Sequence[int]]:
+def by_microbatch(
+    traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any
+) -> tuple[Any, Sequence[int], tuple[Any, ...]]:
     """Returns the closed jaxpr of a loss whose layers, and sums behind them, are one equation of `pipeline_p`.
 
     The equation takes the derivatives of the loss by these sums, what microbatches share, the leaves of the batch, and
@@ -39,7 +41,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
       whole: the loss on the batch, in which other layers may be stages.
 
     Returns:
-      The jaxpr, and which equations of `whole` stages run on their microbatches.
+      The jaxpr; which equations of `whole` stages run on their microbatches; and the shapes of the examples that wait
+      outside, and have a gradient.
 
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
@@ -83,7 +86,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         return [value if end.is_single else value + (loss - same).astype(value.dtype), *others]
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
-    return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
+    waiting = tuple(x.aval for x in examples if x in traces.with_gradient)
+    return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own, waiting
 
 
 def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:

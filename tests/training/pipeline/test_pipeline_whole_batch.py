@@ -174,8 +174,8 @@ def test_layers_take_what_those_of_another_loop_add_up(pipeline):
     config = make_config(stage=2, num_microbatches=4, pipeline=pipeline)
     report = zero.pipeline_report(of_an_encoder, PARAMS, BATCH, mesh=zero.make_mesh(pipe=2), config=config)
     assert ([loop.num_layers for loop in report.loops], report.left) == ([LAYERS, LAYERS], ())
-    # 1F1B reads what the first chain has made, and its gradients are added up: of 4 examples a device.
-    waiting = [(("float32[16,4,32]",), 2 * 4 * 4 * 32 * 4)] if pipeline == "1f1b" else [((), 0)]
+    # What is made of the first chain waits, in order and mixed, and gradients of it: those of 4 examples on a device.
+    waiting = [(("float32[16,4,32]",) * 2, 2 * 2 * 4 * 4 * 32 * 4)] if pipeline == "1f1b" else [((), 0)]
     assert [(loop.waiting, loop.waiting_bytes) for loop in report.loops][1:] == waiting
     assert ("outside of the loop, in each stage" in str(report)) == (pipeline == "1f1b")
 

@@ -218,11 +218,14 @@ class GatherWalk(Walk[GatherFrame]):
         key = (*jaxprs.equation_key(eqn), is_unsharded, rows, frame.prevent_cse, packed.key, sent is None)
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
-            # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
+            # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered. Beside
+            # tokens over `model`, XLA reduce-scatters an added param's gradient whole, if it finds no barrier.
             params, small = [v for v in values if isinstance(v, Lazy)], max(eqn.outvars[0].aval.shape, default=1)
             has_barrier: Any = True
             if eqn.primitive.name in ELEMENTWISE:
-                own = lambda v: [] if eqn.primitive.name in ("add", "sub") else [v.aval]  # noqa: E731
+                is_alone = self.options.axes.size_beside_batch(self.options.mesh) == 1
+                is_sum = is_alone and eqn.primitive.name in ("add", "sub")
+                own = lambda v: [] if is_sum else [v.aval]  # noqa: E731
                 gathered = [x for v in params for x in (own(v) if v.is_shard else v.roots)]
                 has_barrier = any(x.size > small for x in gathered)
             elif self.options.outermost and is_contraction(eqn):

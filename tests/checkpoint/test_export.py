@@ -282,6 +282,14 @@ def test_params_that_are_one_array(tmp_path):
         export(tmp_path, tmp_path / f"out{ema_too}", ema=ema_too)
 
 
+def test_a_file_system_that_cannot_say_what_is_on_the_disk(run, tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", unknown)
+    assert export(run[0], tmp_path / "out").num_tensors
+
+
 # A server reports at `fsync` what it could not write of a map.
 @pytest.mark.parametrize("function", ["posix_fallocate", "fsync"])
 def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch, function):

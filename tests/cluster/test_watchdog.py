@@ -299,11 +299,18 @@ def test_a_beat_itself_writes_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_a_heartbeat_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    """Which may be busy with a checkpoint: the others would take the process for one that is silent."""
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits"))
+    Watchdog(10, tmp_path)._write_heartbeat()
+    assert process_place(tmp_path, 0).phase == "start"
+
+
 @pytest.mark.parametrize(("where", "name"), [(Watchdog, "check"), (watchdog, "write_text")])
 def test_a_thread_that_fails_fails_the_next_beat(where, name, tmp_path, monkeypatch, capsys):
     """The one that watches, or the one that writes heartbeats."""
 
-    def fails(*_):
+    def fails(*_, **__):
         raise KeyError("what nobody thought of")
 
     monkeypatch.setattr(where, name, fails)

@@ -170,6 +170,22 @@ def test_lines_of_several_threads_are_each_there_once(pipe):
     assert sorted(read) == sorted(f"{name} {k}\n" for name in "abcd" for k in range(300))
 
 
+def test_a_line_of_a_signal_before_a_line_is_not_written_twice(pipe):
+    reader, writer = pipe
+    waiting = [lambda: print("signal", file=stream)]
+
+    def interrupted():
+        for handler in [waiting.pop()] if waiting else []:
+            handler()
+        return writer
+
+    stream = UnstalledStream(interrupted)
+    print("step", file=stream)
+    writer.write("end\n")
+    writer.flush()
+    assert [reader.readline() for _ in range(3)] == ["signal\n", "step\n", "end\n"]
+
+
 def test_a_line_of_a_signal_within_a_line_comes_after_it(pipe):
     reader, writer = pipe
     stream = UnstalledStream(lambda: writer)

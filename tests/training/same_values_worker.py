@@ -17,6 +17,7 @@ jax.distributed.initialize(ADDRESS, 2, INDEX, initialization_timeout=60)
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 from processes import report
 
 import zero_jax as zero
@@ -65,12 +66,12 @@ def shard_later(batch):
     later(lambda: zero.shard_batch(batch, mesh=MESH))
 
 
-def gather(size):
-    shardings = jax.tree.map(lambda x: x.sharding, make().params)
-    loss = zero.gather_on_use(loss_fn, shardings, mesh=MESH)
+def gather(size, mesh=MESH):
+    loss = zero.gather_on_use(loss_fn, {"w": P("data"), "b": P()}, mesh=mesh)
     batch = {"x": jax.ShapeDtypeStruct((size, 16), np.float32)}
     call = lambda params, batch: loss(params, batch=batch)  # noqa: E731
-    later(lambda: jax.eval_shape(call, jax.eval_shape(init, jax.random.key(0)), batch))
+    trace = lambda: jax.eval_shape(call, jax.eval_shape(init, jax.random.key(0)), batch)  # noqa: E731
+    later(trace) if mesh is MESH else trace()
 
 
 def later(what):
@@ -97,6 +98,8 @@ def check_keys(keys):
 attempt("equal parts of a step", lambda: train({"x": LINES}))
 attempt("equal parts of an evaluation", lambda: evaluate({"x": LINES}))
 attempt("equal parts that are sharded", lambda: shard_later({"x": LINES}))
+attempt("sizes of one process", lambda: gather(4, zero.make_mesh(devices=jax.local_devices())) if INDEX == 0 else None)
+attempt("sizes after those", lambda: gather(32))
 attempt("own sizes", lambda: gather(16 + 8 * INDEX))
 attempt("equal sizes", lambda: gather(16))
 attempt("own parts", lambda: (train({"x": OWN}), evaluate({"x": OWN}), shard_later({"y": OWN})))

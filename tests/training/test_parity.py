@@ -11,10 +11,12 @@ import numpy as np
 import optax
 import pytest
 import reference
+from jax.experimental import pallas as pl
 from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
 
 import zero_jax as zero
-from zero_jax.training import global_norm
+from zero_jax.training import StepLoss, global_norm
+from zero_jax.training.grads import choice
 from zero_jax.training.state import gathering
 
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
@@ -374,7 +376,8 @@ def test_microbatches_that_draw_the_same_numbers_are_warned_of():
         step.lower(state, batch_with_keys(impl))
 
     with pytest.warns(
-        UserWarning, match=r"another one .* numbers are drawn for examples at .*test_parity.py:.* by a key"
+        UserWarning,
+        match=r"another one .* numbers are drawn for examples at .*test_parity.py:.* \(take the one that loss_fn",
     ):
         lower(lambda params, batch: dropout_loss(params, batch, jax.random.key(0))[0])
     # As many for all batches, and by the keys of the examples.
@@ -383,6 +386,48 @@ def test_microbatches_that_draw_the_same_numbers_are_warned_of():
     lower(by_keys)
     with pytest.warns(UserWarning, match="another one .* numbers are drawn for examples at"):
         lower(by_keys, "rbg")
+
+
+@jax.custom_vjp
+def noisy(x, key):
+    return x + jax.random.uniform(key, x.shape)
+
+
+noisy.defvjp(lambda x, key: (noisy(x, key), None), lambda _, cotangent: (cotangent, None))
+FIXED = lambda: jax.random.PRNGKey(0)  # noqa: E731
+AS_THE_BATCH = {
+    "a call with another derivative": lambda x: noisy(x, FIXED()),
+    "a loop": lambda x: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + jax.random.uniform(FIXED(), x.shape)), (0, x)
+    )[1],
+    "bits": lambda x: x + jax.lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), x.shape)[1],
+    "a sum of the batch": lambda x: noisy(x, jax.random.fold_in(FIXED(), x.sum().astype(int))),
+    "a line that draws 16 for all": lambda x: x + [jax.random.uniform(FIXED(), n) for n in (16, x.shape)][1],
+}
+AS_ALL_PARTS = {
+    "each example": lambda x: jax.lax.map(lambda x: noisy(x, jax.random.fold_in(FIXED(), x.astype(int))), x),
+    "a vector": lambda x: x + jax.lax.fori_loop(0, 2, lambda i, y: noisy(y, jax.random.fold_in(FIXED(), i)), 0.0),
+}
+
+
+def plan_of_copies(loss):
+    made = StepLoss.of(loss, jnp.float32(1), mesh=mesh_of("replica"), config=reference.make_config(stage=3))
+    return choice.judge(made, (jnp.float32(1), jnp.ones(16), jax.random.key(0))).plan
+
+
+@pytest.mark.parametrize("what", [*AS_THE_BATCH, *AS_ALL_PARTS])
+def test_numbers_that_are_drawn_for_examples_are_found_wherever_they_are(what):
+    plan = plan_of_copies(lambda params, x: (params * {**AS_THE_BATCH, **AS_ALL_PARTS}[what](x)).mean())
+    assert ("numbers are drawn for examples at" in plan.why_not_once) == (what in AS_THE_BATCH)
+
+
+def test_branches_on_activations_alone_are_summed_over_copies_once_a_step():
+    branch = lambda params, x: jax.lax.cond(params > 0, jnp.sin, jnp.cos, params * x).mean()  # noqa: E731
+    within = lambda params, x: jax.lax.cond(x.size > params, lambda: params, lambda: 2 * params) * x.mean()  # noqa: E731
+    kernel = lambda ref, out: pl.when(ref[0] > 0)(lambda: out.__setitem__(..., 2 * ref[...]))  # noqa: E731
+    row = lambda x: pl.pallas_call(kernel, jax.ShapeDtypeStruct((1,), x.dtype))(x[None])[0]  # noqa: E731
+    plans = [plan_of_copies(x) for x in (branch, within, lambda params, x: params * jax.vmap(row)(x).mean())]
+    assert [bool(plan.once_over) for plan in plans] == [True, False, True]
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])

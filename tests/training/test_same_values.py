@@ -12,6 +12,8 @@ WANTED = {
     "equal parts of a step": [EQUAL],
     "equal parts of an evaluation": [EQUAL],
     "own parts": [],
+    "sizes of one process": [],
+    "sizes after those": [],
     "equal sizes": [],
     "ones": [],
     "keys": [],

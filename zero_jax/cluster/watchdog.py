@@ -202,7 +202,9 @@ class Watchdog:
         heartbeat |= {"every_seconds": self._interval, "pid": os.getpid()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_text(self._folder / f"process-{self._process_index}.json", json.dumps(heartbeat))
+            # Not to the disk, which may be busy with a checkpoint for longer than the others wait for the next beat.
+            path = self._folder / f"process-{self._process_index}.json"
+            write_text(path, json.dumps(heartbeat), outlasts=False)
         except OSError as error:
             if not self._has_failed_to_write:
                 self._has_failed_to_write = True

@@ -76,7 +76,7 @@ class UnstalledStream(io.TextIOBase):
 
     def flush(self) -> None:
         """Writes the beginning of a line, too."""
-        text, self._pending.text, stream = getattr(self._pending, "text", ""), "", self._stream()
+        text, stream = vars(self._pending).pop("text", ""), self._stream()
         if not text or stream is None:
             return
         if encoding := getattr(stream, "encoding", None):  # or the pieces before a character that it lacks are there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.signatures import check_callable, place_of
-from zero_jax.core.tree import PyTree, key_shape, shown
+from zero_jax.core.tree import PyTree, key_shape, leaves_by_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
 from zero_jax.libraries.own_arrays import NotMerged, made_without_tracers
+from zero_jax.program.dataflow import Makers
 from zero_jax.program.jaxprs import stands_for, used_inputs
 from zero_jax.training import LossFunction
 
@@ -55,7 +57,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
 
     All variables that are not trained (batch statistics, keys and counts of dropout) are model state. Modules that do
     not say whether they are `deterministic`, such as `nnx.MultiHeadAttention`, draw in training and not in evaluation.
-    What a call writes to trained variables, as `nnx.WeightNorm` does, is not kept.
+    What a call writes to trained variables, as `nnx.WeightNorm` does, is not kept: a warning names these.
 
     Args:
       make: `make(rngs)` or `make(rngs=...)` of `nnx.Rngs` returns the module, such as its class.
@@ -119,17 +121,46 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
         # Copies of the variables: the model writes to its own, and not to those of the state.
         return nnx.merge(graphdef, params, *([model_state] if has_state else []), copy=True)
 
-    def loss_of(graphdef: Any) -> Callable[..., Any]:
+    def loss_of(graphdef: Any, unchecked: list[Any]) -> Callable[..., Any]:
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:
-            model = merge(variables.params, variables.model_state, graphdef=graphdef)
-            value, (aux, _) = function(model, batch, key)
+            def called(params: PyTree) -> tuple[Any, Any, PyTree]:
+                model = merge(params, variables.model_state, graphdef=graphdef)
+                before = jax.tree.leaves(nnx.state(model, trained))
+                return model, function(model, batch, key), before
+
+            model, (value, (aux, _)), before = called(variables.params)
+            after = jax.tree.leaves(nnx.state(model, trained))
+            # New arrays may be the old ones still, as behind a `nnx.remat`: a program of its own says so, once.
+            if unchecked and any(x is not y for x, y in zip(before, after, strict=False)):
+                unchecked.clear()
+                _warn_of_writes(lambda params: nnx.state(called(params)[0], trained), variables.params)
             return value, aux, nnx.state(model, nnx.Not(trained))
 
         return with_parameters(function, call, has_state=has_state)
 
     return ModelFunctions(
-        init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
+        init_fn=init_fn,
+        loss_fn=loss_of(graphdef, [loss]),
+        eval_fn=loss_of(evaluated, []),
+        merge=merge,
+        loss=place_of(loss),
     )
+
+
+def _warn_of_writes(trained_after: Callable[[PyTree], PyTree], params: PyTree) -> None:
+    """Warns of params that a call of a model writes to; `trained_after` of the params returns them after a call."""
+    closed, shapes = jax.make_jaxpr(trained_after, return_shape=True)(params)
+    numbers = {name: i for i, name in enumerate(leaves_by_name(params))}
+    makers = zip(leaves_by_name(shapes), Makers().run(closed, range(len(numbers))), strict=True)
+    if written := {name: maker for name, maker in makers if maker != numbers.get(name)}:
+        name, line = next(iter(written.items()))
+        more = f" (and to {len(written) - 1} more)" if len(written) > 1 else ""
+        warnings.warn(
+            f"the loss writes to {name!r}{more}, which is trained{f', at {line}' if line else ''}: that is not kept, "
+            "and each call begins with what the optimizer made. What is to be kept has to be a variable that is not "
+            "trained (wrt)",
+            stacklevel=2,
+        )
 
 
 def from_linen(

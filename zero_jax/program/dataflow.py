@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from zero_jax.program.jaxprs import Literal, open_jaxpr, variables
-from zero_jax.program.subcalls import KINDS, Subcall, subcall
+from zero_jax.program.jaxprs import Literal, open_jaxpr, source_line, variables
+from zero_jax.program.subcalls import CALLS, KINDS, Subcall, subcall
 
 V = TypeVar("V")
 
@@ -118,6 +118,24 @@ class Dependence(Dataflow[frozenset[int]]):
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         """Returns the inputs of all operands, for each result."""
         return [frozenset().union(*operands)] * len(eqn.outvars)
+
+
+class Makers(Dataflow[int | str]):
+    """For each value the number of the input that it is, or the line that made it."""
+
+    enters = (CALLS - {"custom_jvp", "custom_vjp"}) | {"scan"}
+
+    def constant(self, atom: Any) -> int | str:
+        """Returns that a constant is made at no line."""
+        return ""
+
+    def join(self, first: int | str, second: int | str) -> int | str:
+        """Returns what both are, or the line that made one of them."""
+        return first if first == second else next((x for x in (first, second) if isinstance(x, str)), "")
+
+    def operation(self, eqn: Any, operands: list[int | str]) -> list[int | str]:
+        """Returns the line, for each result."""
+        return [source_line(eqn)] * len(eqn.outvars)
 
 
 def made_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:

@@ -22,13 +22,17 @@ Record = Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a hidden path beside a file to write to, which takes the file's place in the end, or is removed."""
+def whole_file(path: pathlib.Path, *, outlasts: bool = True) -> Iterator[pathlib.Path]:
+    """Yields a hidden path beside a file to write to, which takes the file's place in the end, or is removed.
+
+    Waits for the disk, unless the file need not outlast a crash of the system.
+    """
     # The name ends as the file's does: matplotlib reads the format in it.
     partial = path.with_name(f".partial-{path.name}")
     try:
         yield partial
-        sync(partial)
+        if outlasts:
+            sync(partial)
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -36,10 +40,10 @@ def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
         raise
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically; the `OSError` names the file, unlike the system's own on a full disk."""
+def write_text(path: pathlib.Path, text: str, *, outlasts: bool = True) -> None:
+    """Writes a file atomically, as `whole_file`; the `OSError` names it, unlike the system's own on a full disk."""
     try:
-        with whole_file(path) as partial:
+        with whole_file(path, outlasts=outlasts) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -76,10 +77,15 @@ def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def sync(path: pathlib.Path) -> None:
     """Waits until a file is on the disk; raises the `OSError` of a write to it, which a server may report only then.
 
-    Before a file gets its name, else a crash of the system may leave an empty one under that.
+    Before a file gets its name, else a crash of the system may leave an empty one under that. File systems that cannot
+    say so are not asked.
     """
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
 
 
 def publish(partial: pathlib.Path, target: pathlib.Path, *, removed: Iterable[pathlib.Path] = ()) -> None:

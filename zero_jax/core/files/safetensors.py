@@ -202,15 +202,12 @@ def create_files(
     metadata: Mapping[str, str],
     name: str = MODEL_FILE,
 ) -> Iterator[dict[str, StoredTensor]]:
-    """Yields new tensors by name to write to, in files of at most `max_bytes`, with an index if several; flushes."""
+    """Yields new tensors by name to write to, in files of at most `max_bytes`, with an index if several."""
     files = split_by_size(tensors, max_bytes, name)
     stored: dict[str, StoredTensor] = {}
     for file_name, of_file in files.items():
         stored |= create(folder / file_name, of_file, metadata=metadata)
     yield stored
-    for file_name in files:
-        with (folder / file_name).open("r+b") as file:
-            os.fsync(file.fileno())
     if len(files) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         file_of = {tensor.name: file_name for file_name, of_file in files.items() for tensor in of_file}

@@ -16,7 +16,7 @@ from zero_jax.dims import SAME, Kind, Relation, unknown
 from zero_jax.program.dataflow import Dependence
 from zero_jax.program.jaxprs import draws_alike, source_line
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.subcalls import CALLS
+from zero_jax.program.subcalls import CALLS, KINDS
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.grads.accumulator import CombinedAux
@@ -27,6 +27,8 @@ from zero_jax.transforms import BatchParts, CountedProgram, Separability, separa
 
 # By the key or by model state; by a key that all parts have; the count of such numbers; by the examples themselves.
 _DRAWN, _REPEATED, _REPEATED_COUNT, _OF_EXAMPLES = -1, -2, -3, -4
+# The kinds of `Subcall` whose results may be made of all operands: by the number of iterations, or another function
+_OF_ALL = frozenset({"while", "custom_vjp", "custom_vmap", "shard_map"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,33 +108,40 @@ def _repeated_draws(
     (variables, batch, key), of_part = arguments, frozenset[Any]()
     with contextlib.suppress(Exception):  # of a loss that cannot be traced on a part, of which nothing is known then
         of_part = reads_of(program, variables, shapes_of_part(batch, num_parts), key).repeated if reads.repeated else ()
-    lines = sorted(line for line, _ in reads.repeated.difference(of_part))
-    return f"numbers are drawn for examples at {lines[0]} by a key that all parts of a batch have" if lines else ""
+    # Those of a part, too: a line may draw as many for something else as for the batch, and fewer for the part.
+    lines = sorted(line for line, _ in reads.repeated.symmetric_difference(of_part))
+    why = "by a key that all parts of a batch have (take the one that loss_fn gets)"
+    return f"numbers are drawn for examples at {lines[0]} {why}" if lines else ""
 
 
 class _Reads(Dependence):
     """Which marked inputs each value is made of; numbers that are drawn by model state (a count) are as random."""
 
-    enters = (CALLS - {"custom_vjp"}) | {"cond", "scan"}
+    enters = CALLS | {*KINDS.values()}
     line = ""  # of the call that is entered: functions of JAX have none of the user's within
 
     def of_jaxprs(self, eqn: Any, sub: Any, operands: list[frozenset[int]]) -> Sequence[frozenset[int]]:
         before, self.line = self.line, source_line(eqn) or self.line
         results = super().of_jaxprs(eqn, sub, operands)
         self.line = before
+        if sub.kind in _OF_ALL:
+            return [frozenset[int]().union(*operands, *results)] * len(results)
         return results
 
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         made_of, name = frozenset[int]().union(*operands), eqn.primitive.name
+        keys = [var.aval for var in eqn.invars if is_key(var.aval)]
         of_keys = [x for x, var in zip(operands, eqn.invars, strict=True) if is_key(var.aval)]
         key = frozenset[int]().union(*(of_keys if of_keys and name != "random_fold_in" else operands)) - {_REPEATED}
-        if of_keys and not draws_alike([eqn]):
-            key -= {_OF_EXAMPLES}  # mapped over keys, these generators draw all numbers by the first
+        if of_keys and name != "random_fold_in" and not (draws_alike([eqn]) and any(np.ndim(x) for x in keys)):
+            # Mapped over keys, other generators draw all numbers by the first. One key is that of several examples, as
+            # of a sum over the batch, which is made before the parts are.
+            key -= {_OF_EXAMPLES}
         if draws := name.startswith(("random_", "rng_", "threefry")):
             # By a key that is made of nothing (`jax.random.key(0)` in the loss function), all parts draw the same.
             made_of = frozenset({_DRAWN}) if key - {_OF_EXAMPLES} else key or frozenset({_REPEATED})
         if not key and (draws or (of_keys and not is_key(eqn.outvars[0].aval))):
-            self.notes[source_line(eqn) or self.line, eqn.outvars[0].aval.shape] = True
+            self.notes[source_line(eqn) or self.line, tuple(var.aval.shape for var in eqn.outvars)] = True
         return [made_of] * len(eqn.outvars)
 
 

@@ -88,8 +88,8 @@ class GradPlan:
         is_copy = not self.pipe and any(axis not in self.once_over for axis in self.batch_axes)
         has_kernels = loss.has_kernels and not self.pipe
         by_shards = loss.convolves or ((is_copy or has_kernels) and loss.is_plain and not self.at_use)
-        if is_copy and by_shards and loss.has_branches and not (not_local or self.coded_over):
-            # Of params that one branch alone uses, within a `jax.shard_map` that leaves axes to XLA.
+        if is_copy and by_shards and loss.branches_on_params and not (not_local or self.coded_over):
+            # Where one branch alone uses a param, within a `jax.shard_map` that leaves axes to XLA.
             return self.summed_each_pass("XLA refuses branches whose gradients have other shardings")
         plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
         return plan.summed_each_pass(not_local) if not_local and self.once_over else plan

@@ -20,10 +20,9 @@ from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
-from zero_jax.program.dataflow import Dataflow
-from zero_jax.program.jaxprs import open_jaxpr, source_line, stands_for
+from zero_jax.program.dataflow import Makers
+from zero_jax.program.jaxprs import open_jaxpr, stands_for
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms import HostParam
 
@@ -223,21 +222,9 @@ def model_state_changes(program: LossProgram, variables: PyTree, batch: PyTree, 
         return []
     traced = program.trace(variables, batch, key)
     first = traced.num_params - num_leaves  # model state comes last among the variables
-    makers = _Makers().run(traced.closed, range(len(open_jaxpr(traced.closed)[0].invars)))
+    makers = Makers().run(traced.closed, range(len(open_jaxpr(traced.closed)[0].invars)))
     _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(traced.out_shape), makers)
     return [None if x == first + i else str(x) for i, x in enumerate(jax.tree.leaves(returned))]
-
-
-class _Makers(Dataflow[int | str]):
-    """For each value the number of the input that it is, or the line that made it."""
-
-    enters = CALLS - {"custom_jvp", "custom_vjp"}
-
-    def constant(self, atom: Any) -> int | str:
-        return ""  # of no line
-
-    def operation(self, eqn: Any, operands: list[int | str]) -> list[int | str]:
-        return [source_line(eqn)] * len(eqn.outvars)
 
 
 def check_unchanged(model_state: PyTree, changes: Sequence[str | None]) -> None:

@@ -12,7 +12,7 @@ import collections
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ from zero_jax.transforms.gather.sorted_rows import sorted_by_device
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 from zero_jax.transforms.weight_grads import is_narrower
 
-# By the place of a function, the shapes that it was traced for so far
+# By the processes of a mesh and the place of a function, the shapes that it was traced for so far
 _SHAPES_SEEN: dict[str, set[str]] = collections.defaultdict(set)
 
 
@@ -114,18 +114,20 @@ def gather_on_use(
         max_hoisted_bytes=max_hoisted_bytes,
         quantize=check_quantize(quantize),
     )
-    if jax.process_count() > 1 and not isinstance(fn, LossProgram):
-        fn = _compared(fn, mesh)
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) > 1 and not isinstance(fn, LossProgram):
+        fn = _compared(fn, processes)
     return gathered(fn, specs, options)
 
 
-def _compared(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def _compared(fn: Callable[..., Any], processes: Collection[int]) -> Callable[..., Any]:
     """Returns a function that warns where another process traces it for other shapes: of a program of its own.
 
     A batch that each process makes of its own examples has no size in common, and nothing else compares it.
     """
-    name, processes = place_of(fn), {device.process_index for device in mesh.devices.flat}
-    seen = _SHAPES_SEEN[name]
+    name = place_of(fn)
+    of_these = f"{name} in processes {sorted(processes)}"  # on a mesh of its own a process may do what others do not
+    seen = _SHAPES_SEEN[of_these]
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ def _compared(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         if shapes not in seen:
             seen.add(shapes)
             # The first shapes are compared with the first elsewhere, the second with the second.
-            others = values_elsewhere(f"shapes {len(seen)} of {name}", shapes)
+            others = values_elsewhere(f"shapes {len(seen)} of {of_these}", shapes)
             if differing := by_value({p: x for p, x in others.items() if p in processes and x != shapes}):
                 warnings.warn(
                     f"process {jax.process_index()} calls {name} with {shapes}, and not {differing}: give each process "

@@ -32,8 +32,9 @@ from zero_jax.dims import (
     unknown,
 )
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.loss import LossProgram
-from zero_jax.program.subcalls import equations
+from zero_jax.program.subcalls import CALLS, KINDS, equations
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.separable.counts import CountedTrace, LossOnParts, OnPart
@@ -49,7 +50,7 @@ class Separability:
     not_local: str = ""  # why it cannot be called on each device's own examples; empty if it can
     # Whether it has convolutions, which XLA partitions wrongly if they are mapped over devices (docs/xla_faults.md)
     convolves: bool = False
-    has_branches: bool = False  # whether it has any `lax.cond`, as `jnp.diag` has
+    branches_on_params: bool = False  # whether a `lax.cond` takes what is made of params alone
     # Whether it has kernels of Pallas, or other operations, that XLA does not partition
     has_kernels: bool = False
     # Whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which a part of
@@ -129,7 +130,7 @@ def separability(
         not_local=not_local,
         convolves=convolves,
         has_kernels=has_kernels,
-        has_branches="cond" in names,
+        branches_on_params="cond" in names and _Branches.on_params(trace, len(jax.tree.leaves(arguments[0]))),
         is_plain=is_plain,
     )
 
@@ -370,3 +371,24 @@ def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
         if any(carries(dims_of(spec, len(spec)), axes) for spec in specs):
             return True
     return False
+
+
+class _Branches(Dependence):
+    """Whether values are made of params (0), and of what else there is (1); notes what branches take of params alone.
+
+    A gradient of that is sharded as the param, and has no sharding in a branch that does not use it.
+    """
+
+    enters = CALLS | {*KINDS.values()}
+
+    @classmethod
+    def on_params(cls, jaxpr: Any, num_params: int) -> bool:
+        """Tells whether branches of a loss, whose first inputs are params, take what is made of params alone."""
+        branches, inputs = cls(), jaxprs.open_jaxpr(jaxpr)[0].invars
+        branches.run(jaxpr, [frozenset({int(i >= num_params)}) for i in range(len(inputs))])
+        return bool(branches.notes)
+
+    def of_jaxprs(self, eqn: Any, sub: Any, operands: list[frozenset[int]]) -> Sequence[frozenset[int]]:
+        if sub.kind == "cond" and {0} in operands[1:]:
+            self.notes[eqn] = True
+        return super().of_jaxprs(eqn, sub, operands)

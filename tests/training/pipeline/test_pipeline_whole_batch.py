@@ -91,18 +91,18 @@ def of_batch_statistics(params, batch):
 
 def of_batch_statistics_in_layers(params, batch):
     """Layers on the sorted tokens of the batch that read means over it of what params and constants of NumPy's have
-    made, and carry other numbers of it; the loss has the largest values of all without a gradient."""
+    made, and carry other numbers of it and their number; the loss has the largest values of all without a gradient."""
     x, carried = params["embed"][batch["tokens"]], jnp.std(batch["images"])
     read = (x * np.linspace(0.5, 1, LENGTH, dtype=np.float32)[:, None]).mean((0, 1))
     tokens = x.reshape(-1, FEATURES)
 
     def layer(carry, w):
-        x, total, spread = carry
-        x = x + jnp.tanh(x @ w * read * spread)
-        return (x, total + jnp.square(x).sum(), spread * 0.9), x.max()
+        x, total, spread, size = carry
+        x = x + jnp.tanh(x @ w * read * spread) * size
+        return (x, total + jnp.square(x).sum(), spread * 0.9, size / BATCH_SIZE), x.max()
 
-    start = tokens[jnp.argsort(tokens[:, 0])], jnp.square(x).sum(), carried
-    (x, total, spread), largest = jax.lax.scan(layer, start, params["w"])
+    start = tokens[jnp.argsort(tokens[:, 0])], jnp.square(x).sum(), carried, float(len(x))
+    (x, total, spread, _), largest = jax.lax.scan(layer, start, params["w"])
     loss = jnp.square(x @ params["head"] * jnp.repeat(batch["images"][:, 0, 0], LENGTH)[:, None]).mean()
     return loss + 1e-3 * total + spread + jax.lax.stop_gradient(largest).sum(), {}
 
@@ -152,12 +152,32 @@ def test_layers_take_what_is_made_of_the_batch_by_all_schedules(loss_fn, pipelin
     assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
 
 
+def test_masks_that_1f1b_counts_for_the_batch_are_those_that_it_applies():
+    """Drawn in the loss, for tokens and for examples whose weights are returned."""
+
+    def loss_fn(params, batch):
+        mask = jax.random.bernoulli(jax.random.key(1), 0.3, batch["tokens"].shape)
+        weights = jax.random.uniform(jax.random.key(2), (len(mask), 1))
+        x = params["embed"][jnp.where(mask, 0, batch["tokens"])]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["w"])
+        losses = jnp.square(x @ params["head"]).mean(-1)
+        return (losses * mask * weights).sum() / mask.sum(), {"weights": weights}
+
+    found, metrics = one_step(loss_fn, mesh=zero.make_mesh(pipe=2), stage=2, pipeline="1f1b")
+    expected, aux = on_one_device(loss_fn)
+    assert_close((found, metrics.aux), (expected, aux), tolerance=FLOAT32)
+
+
 @pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
 def test_layers_take_what_those_of_another_loop_add_up(pipeline):
     """Simulated devices run more collectives at once here than they have threads for: this is traced alone."""
     config = make_config(stage=2, num_microbatches=4, pipeline=pipeline)
     report = zero.pipeline_report(of_an_encoder, PARAMS, BATCH, mesh=zero.make_mesh(pipe=2), config=config)
     assert ([loop.num_layers for loop in report.loops], report.left) == ([LAYERS, LAYERS], ())
+    # What is made of the first chain waits, in order and mixed, and gradients of it: those of 4 examples on a device.
+    waiting = [(("float32[16,4,32]",) * 2, 2 * 2 * 4 * 4 * 32 * 4)] if pipeline == "1f1b" else [((), 0)]
+    assert [(loop.waiting, loop.waiting_bytes) for loop in report.loops][1:] == waiting
+    assert ("outside of the loop, in each stage" in str(report)) == (pipeline == "1f1b")
 
 
 @pytest.mark.filterwarnings("ignore:pipe=2. the layers at .*whole_batch.* are not cut into stages, .* may be mixed")

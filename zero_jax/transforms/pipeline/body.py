@@ -40,7 +40,7 @@ def layer_of_microbatch(layer: Any, compared: tuple[Any, Any], axes: Axes) -> An
       CannotCut: it has operations that cannot be a part of a stage.
     """
     _check(layer)
-    of_examples = {id(eqn) for eqn in _of_examples(*compared)}
+    of_examples = {id(eqn) for eqn in draws_of_examples(*(open_jaxpr(x)[0].eqns for x in compared))}
     # The layer that runs may be of another trace than the part that was compared: its draws are in the same order.
     draws, own_draws = ([x for x in equations(each) if x.primitive.name in _BY_KEY] for each in (compared[1], layer))
     assert len(draws) == len(own_draws)
@@ -71,9 +71,12 @@ def _check(layer: Any) -> None:
             )
 
 
-def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
-    """Yields what draws random numbers of examples by a key that all of them have: its results differ in size."""
-    for a, b in zip(open_jaxpr(whole)[0].eqns, open_jaxpr(part)[0].eqns, strict=True):
+def draws_of_examples(whole: Sequence[Any], part: Sequence[Any]) -> Iterator[Any]:
+    """Yields what draws random numbers of examples by a key that all of them have: its results differ in size.
+
+    It is among equations as traced on a part, or within these.
+    """
+    for a, b in zip(whole, part, strict=True):
         name, shapes = b.primitive.name, [[var.aval.shape for var in eqn.outvars] for eqn in (a, b)]
         if name in _BY_KEY | OTHERWISE and shapes[0] != shapes[1]:
             if a.invars[0].aval.shape != b.invars[0].aval.shape:
@@ -82,7 +85,7 @@ def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
                 raise CannotCut(f"{name} at {jaxprs.model_line(b)} draws the same numbers for all microbatches")
             yield b
         for pair in zip(jaxprs.inner_jaxprs(a), jaxprs.inner_jaxprs(b), strict=True):
-            found = [*_of_examples(*pair)]
+            found = [*draws_of_examples(*(open_jaxpr(x)[0].eqns for x in pair))]
             if found and kind_of(b) not in _ENTERED:
                 raise CannotCut(f"random numbers within {name} at {jaxprs.model_line(b)} are not looked into")
             yield from found

@@ -151,6 +151,8 @@ class FoundLoop:
     loop: LayerLoop | None = None  # the scan as stages; None if it is not cut
     why: str = ""  # why it is not cut
     is_rolled: bool = False  # whether it was a Python loop, whose params are stacked in each step
+    # With 1F1B, shapes of what has a gradient and waits outside of the loop in each stage, for all microbatches
+    waiting: tuple[Any, ...] = ()
 
 
 def find_loops(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.dims import Relation, is_float
 from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop
 from zero_jax.transforms.pipeline.place import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.ring import num_moved
@@ -25,6 +27,8 @@ class StagedLayers:
       num_kept: the microbatches whose activations a stage keeps at most: with 1F1B more of a chain before its own.
       recomputed: whether a stage is recomputed in the backward pass, and keeps its input alone.
       stacked: whether the layers are of a Python loop, whose params are stacked in each step.
+      waiting: with 1F1B, what waits outside of the loop in each stage, for the whole batch, each as dtype and shape.
+      waiting_bytes: bytes that a device has of it, and of its gradients.
     """
 
     where: str
@@ -35,6 +39,8 @@ class StagedLayers:
     num_kept: int
     recomputed: bool
     stacked: bool = False
+    waiting: tuple[str, ...] = ()
+    waiting_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,9 @@ class PipelineReport(Report):
             lines.append(f"{loop.num_layers} layers at {loop.where}, by stage: {stages}{again}")
             num_bytes = format_bytes(loop.bytes_per_tick)
             lines.append(f"  from stage to stage: {', '.join(loop.travelling)}: {num_bytes} a device and tick")
+            if loop.waiting:
+                num_bytes = f"{format_bytes(loop.waiting_bytes)} a device, with gradients"
+                lines.append(f"  outside of the loop, in each stage: {', '.join(loop.waiting)}: {num_bytes}")
         lines += [f"left as it is: {item}" for item in self.left]
         ends = ("attention is not fused", self.unfused), ("warning", self.warning)
         return "\n".join([*lines, *(f"{name}: {why}" for name, why in ends if why)])
@@ -132,8 +141,7 @@ def staged_layers(entry: FoundLoop, num_parts: int = 1) -> StagedLayers:
     sent: list[tuple[str, str, int]] = []
     num_consts = 0 if schedule.is_interleaved else len(moved) - num_carry
     for i, (role, aval) in enumerate(moved):
-        shape = (n * num_parts if role.is_rows and dim == role.dim else n for dim, n in enumerate(aval.shape))
-        travelling.append(f"{aval.dtype}[{','.join(map(str, shape))}]")
+        travelling.append(_shown(aval, role.dim if role.is_rows else None, num_parts))
         own_bytes = aval.size * aval.dtype.itemsize // (loop.place.num_shards if role.is_rows else 1)
         num_bytes += own_bytes
         times = _times(loop, role, aval.shape, is_carry=i >= num_consts)
@@ -148,7 +156,16 @@ def staged_layers(entry: FoundLoop, num_parts: int = 1) -> StagedLayers:
         num_kept=schedule.num_kept(loop.num_stages, loop.num_microbatches),
         recomputed=loop.recompute and loop.policy is None,
         stacked=entry.is_rolled,
+        waiting=tuple(_shown(x, 0, num_parts) for x in entry.waiting),
+        waiting_bytes=sum(x.size * (x.dtype.itemsize + wide(x.dtype).itemsize) for x in entry.waiting)
+        // loop.place.num_shards,
     )
+
+
+def _shown(aval: Any, dim: int | None, num_parts: int) -> str:
+    """Returns the dtype and shape of so many parts, whose examples are in a dim."""
+    shape = (n * num_parts if i == dim else n for i, n in enumerate(aval.shape))
+    return f"{aval.dtype}[{','.join(map(str, shape))}]"
 
 
 def _times(loop: LayerLoop, role: Relation, shape: tuple[int, ...], *, is_carry: bool) -> float:

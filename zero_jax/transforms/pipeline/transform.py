@@ -182,7 +182,8 @@ class PipelinedProgram(LossProgram):
         try:
             losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
             program = _with_stages(whole, others)
-            staged, of_each = by_microbatch(losses, main.loop, self.stages.axes, program)  # type: ignore[arg-type]
+            made = by_microbatch(losses, main.loop, self.stages.axes, program)  # type: ignore[arg-type]
+            staged, of_each, waiting = made
             inside = [x for x in others if x.index in of_each]
             if not is_long and any(x.index == y.index for x in inside for y in cut):
                 raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
@@ -191,7 +192,7 @@ class PipelinedProgram(LossProgram):
         # They read what stages make.
         why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
         found = [_left(x, why) if x in inside else x for x in others]
-        return staged, sorted([*found, main], key=lambda x: x.index)
+        return staged, sorted([*found, dataclasses.replace(main, waiting=waiting)], key=lambda x: x.index)
 
 
 def _num_layers(entry: FoundLoop) -> int:

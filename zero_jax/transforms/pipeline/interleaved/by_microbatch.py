@@ -26,7 +26,9 @@ from zero_jax.transforms.pipeline.interleaved.ticks import InterleavedTicks
 from zero_jax.transforms.pipeline.loop import Layer
 
 
-def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> tuple[Any, Sequence[int]]:
+def by_microbatch(
+    traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any
+) -> tuple[Any, Sequence[int], tuple[Any, ...]]:
     """Returns the closed jaxpr of a loss whose layers, and sums behind them, are one equation of `pipeline_p`.
 
     The equation takes the derivatives of the loss by these sums, what microbatches share, the leaves of the batch, and
@@ -39,7 +41,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
       whole: the loss on the batch, in which other layers may be stages.
 
     Returns:
-      The jaxpr, and which equations of `whole` stages run on their microbatches.
+      The jaxpr; which equations of `whole` stages run on their microbatches; and the shapes of the examples that wait
+      outside, and have a gradient.
 
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
@@ -48,6 +51,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
+    while traces.keeps_draws(traces.operands(end.results)[0], end.outside(traces)):
+        end = _End.of(traces)
     loop = dataclasses.replace(loop, layer=_of_loss(loop, [x in traces.with_gradient for x in layers.outvars]))
     own, shared, examples = traces.operands(end.results)
     each = (traces.microbatch, *traces.compared)
@@ -81,7 +86,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         return [value if end.is_single else value + (loss - same).astype(value.dtype), *others]
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
-    return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
+    waiting = tuple(x.aval for x in examples if x in traces.with_gradient)
+    return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own, waiting
 
 
 def _of_loss(loop: LayerLoop, flags: Sequence[bool]) -> Any:
@@ -211,6 +217,13 @@ class _End:
         needed = read_for(whole.outvars[:1], [x for x in eqns if x.primitive.name != "stop_gradient"])
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
+
+    def outside(self, traces: LossTraces) -> set[Any]:
+        """Returns what is computed on the whole batch, of what is read behind it."""
+        _, shared, examples = traces.operands(self.results)
+        read = (x for eqn in self.eqns for x in jaxprs.variables(eqn))
+        results = (x for x in self.whole.outvars if not jaxprs.is_literal(x))
+        return {*shared, *examples, *read, *results} - traces.after
 
     @property
     def is_single(self) -> bool:

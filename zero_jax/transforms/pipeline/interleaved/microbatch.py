@@ -9,7 +9,7 @@ model: a microbatch has its examples of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import trace_flat, values_of
 from zero_jax.program.subcalls import equations_of, scan_of
-from zero_jax.transforms.pipeline.body import CannotCut
+from zero_jax.transforms.pipeline.body import CannotCut, draws_of_examples
 from zero_jax.transforms.pipeline.cut import OF_ONE, FoundLoop, LayerLoop, are_of_one
 
 # The layers within the loss of a microbatch: of the constants and carries of the scan, without what it slices.
@@ -199,6 +199,23 @@ class LossTraces:
         is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
         return is_rows and of_one[1:] == x.aval.shape[1:]
 
+    def keeps_draws(self, own: Sequence[int], outside: Collection[Any]) -> bool:
+        """Tells whether equations of a microbatch draw numbers of examples that are read outside, too; has these wait.
+
+        A microbatch draws others: by a mask, a loss would be weighted otherwise than the sum that it is divided by.
+        """
+        compared = [jaxprs.open_jaxpr(x.closed)[0].eqns for x in self.compared]
+        draws = (i for i in own if i != self.index and any(draws_of_examples(*([eqns[i]] for eqns in compared))))
+        drawn = [self.whole.eqns[i] for i in draws if self.after.isdisjoint(self.whole.eqns[i].outvars)]
+        drawn = [eqn for eqn in drawn if not made_of(eqn.outvars, self.whole.eqns).isdisjoint(outside)]
+        made = {x for eqn in drawn for x in eqn.outvars if x in self.relations and not self.is_shared(x)}
+        if not all(map(self.has_rows, made)):
+            line = jaxprs.model_line(drawn[0]) or "a line that is not known"
+            why = f"what is drawn at {line} is read of the whole batch, and has examples in another dim than the first"
+            raise CannotCut(f"{why}: draw it with the examples first")
+        self.of_others |= made
+        return bool(drawn)
+
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """Returns the equations that results need of a microbatch, and what they read that is shared, and examples."""
         eqns, needed, own = self.whole.eqns, set(results), []
@@ -235,8 +252,8 @@ class LossTraces:
             for i in own:
                 eqn = eqns[i]
                 if i == self.index:  # its layers read the numbers of the batch, as `find_loops` has it
-                    (consts, carry, _), (numbers, *_) = map(scan_of(eqn).split, (eqn.invars, self.whole.eqns[i].invars))
-                    consts = [a if jaxprs.is_literal(a) else b for a, b in zip(numbers, consts, strict=True)]
+                    pairs = zip(self.whole.eqns[i].invars, eqn.invars, strict=True)
+                    consts, carry, _ = scan_of(eqn).split([a if jaxprs.is_literal(a) else b for a, b in pairs])
                     avals = tuple(var.aval for var in eqn.outvars)
                     with jaxprs.source_context(eqn):
                         made = layers_p.bind(*values_of((*consts, *carry), env), avals=avals)

@@ -306,7 +306,7 @@ def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss)
     num_tokens, unit = _tokens(job)
     arguments = loss.shapes(state.variables, job.batch)
     closed = loss.program.trace(*arguments).closed
-    trained = trained_params(job.tx, state, loss.placement.precision, mesh=loss.placement.mesh)
+    trained = trained_params(job.tx, state, mesh=loss.placement.mesh, config=loss.config)
     trained += [False] * len(jax.tree.leaves((state.model_state, arguments[1:])))
     work = ModelWork(
         model_flops=training_flops(closed, trained),

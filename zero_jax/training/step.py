@@ -175,7 +175,7 @@ class _Program:
         """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
         placement = step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
-        needed, _ = used_by_optimizer(self.tx, state, placement.precision, mesh=self.mesh)
+        needed, _ = used_by_optimizer(self.tx, state, mesh=self.mesh, config=self.config)
         computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         masters = placement.precision.for_optimizer(state.masters)
         grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)

@@ -84,7 +84,7 @@ class Reference:
         batch = training.cast_batch(loss_fn, jax.eval_shape(variables_of, free), batch, key, config=self.config)
         function = lambda free: loss_fn(variables_of(free), batch, key)  # noqa: E731
         (loss, (_, new_model_state)), grads = jax.value_and_grad(function, has_aux=True)(free)
-        needed, _ = training.used_by_optimizer(self.tx, state, precision, mesh=self.mesh)
+        needed, _ = training.used_by_optimizer(self.tx, state, mesh=self.mesh, config=self.config)
         leaves, tree = jax.tree.flatten(grads)
         # As in a step, whose norm is that of the gradients which the optimizer reads.
         grads = tree.unflatten([g if flag else jnp.zeros_like(g) for g, flag in zip(leaves, needed, strict=True)])

@@ -148,7 +148,7 @@ def estimate(
     placement = step_placement(check_is_state(state, who="comms.estimate"), tx, mesh=mesh, config=config)
     rows: list[EstimateRow] = []
     params = _traffic_of_params(state, placement, config, traced)
-    needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
+    needed, same = used_by_optimizer(tx, state, mesh=mesh, config=config)
     known = traced.uses if traced and {*traced.sharded} == placement.groups else {}  # a trace may be of another stage
     for param, is_needed, is_same in zip(params, needed, same, strict=True):
         phases = {"forward", *(["backward"] if any(needed) else ())}  # any: else there is no backward pass

@@ -314,7 +314,7 @@ def estimate(
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
-    needed, _ = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
+    needed, _ = used_by_optimizer(tx, state, mesh=mesh, config=config)
     groups["grads"] = grad_group(state, placement, config, needed)
     totals = _totals(groups, state, placement)
     formula = _formula(totals, groups, placement)

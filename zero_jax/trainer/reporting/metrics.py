@@ -71,7 +71,7 @@ def make_speedometer(
     """Counts the operations of a step on the batches of `data`, a `RunInput`."""
     step_loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
     loss = step_loss.program.trace(*step_loss.shapes(state.variables, data.batch_shapes)).closed
-    trained = trained_params(tx, state, step_loss.placement.precision, mesh=mesh)
+    trained = trained_params(tx, state, mesh=mesh, config=config)
     hardware = hardware_of(mesh.devices.flat[0])
     unit, num_units = ("examples", data.batch_size) if data.num_tokens is None else ("tokens", data.num_tokens)
     return Speedometer(

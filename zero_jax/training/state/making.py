@@ -189,7 +189,7 @@ def with_gathered_params(
     placement = step_placement(state, tx, mesh=mesh, config=config)
     if placement.params_are_masters or placement.quantize is None or placement.quantize.gathers is None:
         return state
-    _, unchanged = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
+    _, unchanged = used_by_optimizer(tx, state, mesh=mesh, config=config)
 
     def gather(params: PyTree, masters: PyTree) -> PyTree:
         return keep_frozen(params, gathered_params(placement, jax.tree.map(to_device, masters), into=params), unchanged)

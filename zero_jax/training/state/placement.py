@@ -296,7 +296,7 @@ def new_grad_errors(state: TrainState, tx: optax.GradientTransformation, placeme
     """Returns shapes and shardings of `grad_errors` for an optimizer; None without error feedback."""
     if placement.quantize is None or not placement.quantize.error_feedback:
         return None
-    return placement.grad_errors(trained_params(tx, state, placement.precision, mesh=placement.mesh))
+    return placement.grad_errors(trained_params(tx, state, mesh=placement.mesh, config=placement.config))
 
 
 def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:

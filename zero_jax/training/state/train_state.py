@@ -13,8 +13,9 @@ import optax
 from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.core.variables import joined, shown_sizes
 from zero_jax.dims import is_float
-from zero_jax.sharding.precision import LossScale, Precision
+from zero_jax.sharding.precision import LossScale, resolve_precision
 from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.zero_config import ZeroConfig
 
 
 @jax.tree_util.register_dataclass
@@ -83,28 +84,26 @@ def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
 
 
 def used_by_optimizer(
-    tx: optax.GradientTransformation | None, state: TrainState, precision: Precision, *, mesh: Any
+    tx: optax.GradientTransformation | None, state: TrainState, *, mesh: Any, config: ZeroConfig
 ) -> tuple[list[bool], list[bool]]:
     """Returns flags of the trainable params: whether the optimizer reads their gradients, and leaves them unchanged.
 
     Without an optimizer (None) all gradients count as read, and no param as unchanged.
     """
-    params = trainable(state.masters)
+    params, precision = trainable(state.masters), resolve_precision(config.precision)
     if precision.rounds_stochastically:
         params = precision.for_optimizer(shapes_of(params))  # shapes: a cast of arrays would be computed
     if tx is None:
         num_params = len(jax.tree.leaves(params))
         return [True] * num_params, [False] * num_params
-    traced = trace_update(tx, params, state.opt_state, mesh=mesh)
+    traced = trace_update(tx, params, state.opt_state, mesh=mesh, clip=config.norm_limit)
     needed = traced.needed_grads
     return needed, traced.unchanged(needed)
 
 
-def trained_params(
-    tx: optax.GradientTransformation, state: TrainState, precision: Precision, *, mesh: Any
-) -> list[bool]:
+def trained_params(tx: optax.GradientTransformation, state: TrainState, *, mesh: Any, config: ZeroConfig) -> list[bool]:
     """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
-    return flags_of_all(state.params, used_by_optimizer(tx, state, precision, mesh=mesh)[0])
+    return flags_of_all(state.params, used_by_optimizer(tx, state, mesh=mesh, config=config)[0])
 
 
 def keep_frozen(old: PyTree, new: PyTree, unchanged: list[bool]) -> PyTree:

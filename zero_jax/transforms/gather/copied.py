@@ -94,13 +94,16 @@ class ByDevice:
         spec = tuple(self.options.axes.batch if i == dim else () for i in range(made.ndim))
         return jax.lax.with_sharding_constraint(made, named(self.options.mesh, spec)).reshape(shape)
 
-    def grown_params(self, facts: Facts, values: Sequence[Any]) -> set[int]:
-        """Returns the inputs of a jaxpr that are params of which only larger values are made, for examples to use."""
+    def grown_params(self, facts: Facts, values: Sequence[Any], least: Mapping[Any, int]) -> set[int]:
+        """Returns the inputs of a jaxpr that are params of which only larger values are made, for examples to use.
+
+        `least` has, for what is used, the size from which on it is larger.
+        """
         larger, others, sizes = list[tuple[set[int], int]](), set[int](), _sizes(facts)
         params_of = lambda var: {i for i in facts.origins[var].params if isinstance(values[i], Lazy)}  # noqa: E731
         for var in facts.used:
             params, size = params_of(var), _size(var, sizes)
-            if params and is_float(var.aval) and size >= GROWN_TIMES * sum(values[i].aval.size for i in params):
+            if params and is_float(var.aval) and size >= least[var]:
                 larger.append((params, size))
             else:
                 others |= params

@@ -174,7 +174,7 @@ def copied_where_grown(walk: Any, facts: Facts, values: Sequence[Any]) -> list[L
     least = {var: GROWN_TIMES * sum(sizes.get(i, 0) for i in facts.origins[var].params) for var in facts.used}
     if not any(0 < size <= var.aval.size for var, size in least.items()):
         return results
-    for i in walk.by_device.grown_params(facts, values):
+    for i in walk.by_device.grown_params(facts, values, least):
         is_stored_unsharded = values[i].dims is not None and not (values[i].is_shard or values[i].on_host)
         if is_stored_unsharded or (_is_plain(walk, values[i]) and not values[i].is_gathered):
             first = next(facts.jaxpr.eqns[index] for index, params in facts.uses.items() if i in params)

@@ -23,6 +23,7 @@ from zero_jax.program.jaxprs import bind, source_context, source_line
 from zero_jax.program.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named
+from zero_jax.transforms.for_xla.layouts import LANES
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.weight_grads import product
 
@@ -157,8 +158,6 @@ def shared_rows(eqn: Any, values: Sequence[Any], *, mesh: Mesh, axes: Axes) -> N
     return named(mesh, tuple(axes.batch if i == rows[0] else () for i in range(len(shape))))
 
 
-_LANES = 128  # of a tile in the memory of a TPU
-
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 Evaluate = Callable[[Sequence[Any], Bind], list[Any]]
 
@@ -198,7 +197,7 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int,
         return None
     sizes = [[value.aval.shape[i] for i in group] for group in (summed, free) if len(group) > 1]
     is_by_first = bool(value.dims[0]) and not any(value.dims[1:])  # else what is sharded would be lanes, or between
-    if is_by_first and all(group[-1] % _LANES == 0 and min(group) > 1 for group in sizes):
+    if is_by_first and all(group[-1] % LANES == 0 and min(group) > 1 for group in sizes):
         return None  # nothing is padded, and activations of merged dims would be copies in another layout
     groups = sorted((summed, free))  # of the weight's dims, those of the rows and of the columns of the matrix
     order = [*groups[0], *groups[1]]
